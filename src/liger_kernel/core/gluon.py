@@ -12,9 +12,9 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-# of shared memory, as other tiles
-_box = gl.shared_memory_descriptor
-reinterpret = getattr(_box, "reinterpret", None) or _box._reinterpret
+# gives a tile in shared memory another shape and dtype
+_tile = gl.shared_memory_descriptor
+reinterpret = getattr(_tile, "reinterpret", None) or _tile._reinterpret
 
 
 def tma_descriptor(x, block_shape):

@@ -224,8 +224,8 @@ def liger_medusa_loss(
             gets ``layers[k](hidden_states)``. As a rule a head's layers, its loss and all their
             gradients are computed before the next head's, so that their activations are in memory
             for one head at a time. Then there is no ``create_graph=True``, and a layer may not
-            write to its input. Layers with hooks or shards of their own, fp16 and compiled graphs
-            are computed as if ``hidden_states`` were what they return.
+            write to its input, nor return fp16. Layers with hooks or shards of their own, fp16 and
+            compiled graphs are computed as if ``hidden_states`` were what they return.
 
     Returns:
         (loss, losses): the loss, 0-d in fp32, and each head's loss without its coefficient (N,),

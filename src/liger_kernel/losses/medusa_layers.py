@@ -128,8 +128,11 @@ def _run_head(name, head, rows, spare, options, gradients):
             f"{tuple(hidden.shape)}, give one that keeps the tokens"
         )
     states = flatten_to_2d(states)
-    if states.dtype == torch.float16:  # whose gradient would not be divided in forward
-        states = states.float()
+    if states.dtype == torch.float16:
+        raise ValueError(
+            f"{name}: a layer returns float16, in which gradients vanish that a GradScaler would "
+            "have made large; give the hidden states of each head in place of layers"
+        )
     if rows is not None:
         states = states.index_select(0, rows)
     check_head(name, states, w, b, target, None)

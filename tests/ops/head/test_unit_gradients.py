@@ -191,10 +191,13 @@ def test_without_gradients_nothing_is_made(passes):
     assert passes == 2 * [unit(False, False, False)]
 
 
-def test_small_gradients_in_fp16(passes):
-    """Those of sure tokens, of which fp16 has few digits until a `GradScaler`'s factor comes in."""
-    weight = 4 * torch.eye(16, dtype=torch.float16, device=DEVICE)
-    hidden = (3.625 / 4 * weight[:3]).requires_grad_()  # a logit of 14.5, the others are 0
+@pytest.mark.parametrize("weight_dtype", [torch.float16, F32])
+def test_small_gradients_in_fp16(weight_dtype, passes):
+    """Those of sure tokens, of which fp16 has few digits until a `GradScaler`'s factor comes in;
+    also if the hidden states alone are in fp16."""
+    weight = 4 * torch.eye(16, dtype=weight_dtype, device=DEVICE)
+    # a logit of 14.5, the others are 0
+    hidden = (3.625 / 4 * weight[:3]).to(torch.float16).requires_grad_()
     target = torch.arange(3, device=DEVICE)
     small = torch.tensor(14.5).double().neg().exp()
     expected = 2.0**16 * 4 * small / (1 + 15 * small)

@@ -216,8 +216,9 @@ class LinearTokenDivergenceFunction(Function):
     def forward(ctx, *args):
         *tensors, options, history = args
         ctx.needs = list(ctx.needs_input_grad[:3])
-        early = early_needs(history, ctx.needs, options, options.dtypes[0])
         student, teacher = Head(*tensors[:3]), Head(*tensors[3:])
+        head = student.hidden, student.weight, options.dtypes[0]
+        early = early_needs(history, ctx.needs, options, *head)
         divergence, entropy, grads = run(student, teacher, options, early)
         ctx.forward_grads = grads if any(early) else None
         ctx.options = options

@@ -215,7 +215,7 @@ class LinearTokenLossFunction(Function):
         ):
             outputs, ctx.forward_grads = run_forward_keeping_logits(inputs, options)
         else:
-            early = early_needs(history, ctx.needs, options, options.dtype)
+            early = early_needs(history, ctx.needs, options, hidden, weight, options.dtype)
             if any(early) and not are_worthwhile(hidden, weight, options, early):
                 early = NO_GRADIENTS
             outputs, unit_grads = run_forward(inputs, options, early)

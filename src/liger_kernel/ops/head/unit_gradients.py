@@ -27,6 +27,7 @@ from liger_kernel.ops.head import class_tiles
 from liger_kernel.ops.head.chunks import plan_for
 from liger_kernel.ops.head.forward_gradients import scale_gradient
 from liger_kernel.ops.head.linear_head import NO_GRADIENTS
+from liger_kernel.ops.head.planning import divides_at_end
 
 MAX_HISTORIES = 1000
 MIN_CHUNK_OF_PARTS = 2048  # tokens: see `are_worthwhile`
@@ -96,16 +97,18 @@ def history_of(*key, of_sums=False) -> GradientHistory:
     return _histories.setdefault(key, GradientHistory(of_sums))
 
 
-def early_needs(history, needs, options, dtype):
+def early_needs(history, needs, options, hidden, weight, dtype):
     """Return which unit gradients forward should compute: dh, dW and db.
 
-    None without a history; in a graph, for which nothing is known; in fp16, ``dtype`` of the
-    logits, where small gradients vanish that a `GradScaler` would have made large; and in a
-    checkpoint, whose second forward must save what the first one has saved. The ranks of a group
-    must agree, so they do not go by what came before: a frozen head has unit gradients unless its
-    entropy is asked for.
+    None without a history; in a graph, for which nothing is known; if one of hidden states, weight
+    and logits (``dtype``) is fp16, where small gradients vanish that a `GradScaler` would have made
+    large; and in a checkpoint, whose second forward must save what the first one has saved. The
+    ranks of a group must agree, so they do not go by what came before: a frozen head has unit
+    gradients unless its entropy is asked for.
     """
-    if history is None or dtype == torch.float16 or torch.compiler.is_compiling():
+    if history is None or torch.compiler.is_compiling():
+        return NO_GRADIENTS
+    if divides_at_end(hidden, weight, dtype):
         return NO_GRADIENTS
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and is_checkpoint_hook(hooks[0]):

@@ -220,7 +220,7 @@ def key_gradients_kernel(
     gl.store(pointers, gl.convert_layout(dk.to(gl.bfloat16), TILE))
 
 
-def _tokens(x):
+def _token_descriptor(x):
     """Return a descriptor for tiles of x (B, T, heads, 128), whose tokens follow each other."""
     B, T, heads, dim = x.shape
     rows = x.as_strided((B * T, heads * dim), (x.stride(1), 1))
@@ -234,8 +234,8 @@ def key_gradients(
     p = problem
     with devices.device_guard(q):
         key_gradients_kernel[(p.chunks * p.H,)](
-            _tokens(q),
-            _tokens(k),
+            _token_descriptor(q),
+            _token_descriptor(k),
             tma_descriptor(delta.view(-1, HEAD_DIM), [CHUNK, HEAD_DIM]),
             tma_descriptor(dr.view(-1, HEAD_DIM), [CHUNK, HEAD_DIM]),
             tma_descriptor(s.view(-1, HEAD_DIM), [HEAD_DIM, HEAD_DIM]),
