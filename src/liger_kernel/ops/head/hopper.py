@@ -70,18 +70,29 @@ def compiles_gluon() -> bool:
     return tuple(triton.__version__.split(".")[:2]) in TRITON_VERSIONS
 
 
-@functools.cache
-def kernels():
-    """Return the module of the Gluon kernels, which is imported here.
+def gluon_kernels(import_kernels):
+    """Decorate a function that imports Gluon kernels and returns their module.
 
-    Returns None where they can't be compiled or the environment turns them off.
+    It returns None where they can't be compiled or the environment turns them off.
     """
-    if not compiles_gluon():
-        return None
-    try:
-        from liger_kernel.ops.head import hopper_kernels
-    except (ImportError, AttributeError):  # a build of Triton without Gluon
-        return None
+
+    @functools.cache
+    @functools.wraps(import_kernels)
+    def kernels():
+        if not compiles_gluon():
+            return None
+        try:
+            return import_kernels()
+        except (ImportError, AttributeError):  # a build of Triton without Gluon
+            return None
+
+    return kernels
+
+
+@gluon_kernels
+def kernels():
+    from liger_kernel.ops.head import hopper_kernels
+
     return hopper_kernels
 
 

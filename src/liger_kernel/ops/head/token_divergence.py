@@ -217,8 +217,8 @@ class LinearTokenDivergenceFunction(Function):
         *tensors, options, history = args
         ctx.needs = list(ctx.needs_input_grad[:3])
         student, teacher = Head(*tensors[:3]), Head(*tensors[3:])
-        head = student.hidden, student.weight, options.dtypes[0]
-        early = early_needs(history, ctx.needs, options, *head)
+        dtype = options.dtypes[0]
+        early = early_needs(history, ctx.needs, options, student.hidden, student.weight, dtype)
         divergence, entropy, grads = run(student, teacher, options, early)
         ctx.forward_grads = grads if any(early) else None
         ctx.options = options

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from liger_kernel.core import devices
@@ -16,16 +14,10 @@ from liger_kernel.ops.head import hopper
 MIN_ROWS = 256
 
 
-@functools.cache
+@hopper.gluon_kernels
 def kernels():
-    """Return the module of the Gluon kernels, or None where they can't be compiled, or the
-    environment turns them off."""
-    if not hopper.compiles_gluon():
-        return None
-    try:
-        from liger_kernel.ops.moe import hopper_kernels
-    except (ImportError, AttributeError):  # a build of Triton without Gluon
-        return None
+    from liger_kernel.ops.moe import hopper_kernels
+
     return hopper_kernels
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from liger_kernel.ops.head import hopper
@@ -15,16 +13,10 @@ HEAD_DIM = 128  # entries of a key and of a value
 MIN_PROGRAMS = 1024
 
 
-@functools.cache
+@hopper.gluon_kernels
 def kernels():
-    """Return the module of the Gluon kernels, or None where they can't be compiled, or the
-    environment turns them off."""
-    if not hopper.compiles_gluon():
-        return None
-    try:
-        from liger_kernel.ops.recurrent import hopper_kernels
-    except (ImportError, AttributeError):  # a build of Triton without Gluon
-        return None
+    from liger_kernel.ops.recurrent import hopper_kernels
+
     return hopper_kernels
 
 
