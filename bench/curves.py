@@ -12,6 +12,7 @@ PICTURE = "parity.svg"  # beside the page
 OURS = "ours"
 HUGGING_FACE = "Hugging Face"
 EXACT = "in fp32"  # Hugging Face's model, without roundings to bf16
+OTHER_ADAPTERS = "Hugging Face, adapters of seed"  # drawn otherwise than all others'
 
 
 class Distance(NamedTuple):
@@ -32,6 +33,11 @@ def distance(curve: list[float], references: list[list[float]]) -> Distance | No
     return Distance(mean=statistics.fmean(gaps), largest=max(gaps)) if gaps else None
 
 
+def is_reference(name: str) -> bool:
+    """Return True if a run is one of Hugging Face's that ours is held against."""
+    return name not in (OURS, EXACT) and not name.startswith(OTHER_ADAPTERS)
+
+
 def distances(curves: dict[str, list[float]]) -> dict[str, Distance]:
     """Return the distance of every run in bf16 from the (other) Hugging Face runs, where there are
     such."""
@@ -40,7 +46,7 @@ def distances(curves: dict[str, list[float]]) -> dict[str, Distance]:
         references = [
             reference
             for reference_name, reference in curves.items()
-            if reference_name not in (name, OURS, EXACT)
+            if is_reference(reference_name) and reference_name != name
         ]
         if name != EXACT and references:
             result[name] = distance(curve, references)
@@ -50,14 +56,28 @@ def distances(curves: dict[str, list[float]]) -> dict[str, Distance]:
 def within_spread(curves: dict[str, list[float]]) -> bool | None:
     """Return True if ours is no farther from the Hugging Face runs than the farthest of these is
     from the others, on average and at most. None while runs are missing that decide it."""
-    references = distances(curves)
-    ours = references.pop(OURS, None)
-    if ours is None or len(references) < 2:
+    found = distances(curves)
+    references = [distance for name, distance in found.items() if is_reference(name)]
+    return is_within(found.get(OURS), references) if len(references) > 1 else None
+
+
+def within_seeds(curves: dict[str, list[float]]) -> bool | None:
+    """Return True if ours is no farther from the Hugging Face runs than one of Hugging Face's with
+    other adapters is. None while runs are missing."""
+    found = distances(curves)
+    others = [distance for name, distance in found.items() if name.startswith(OTHER_ADAPTERS)]
+    return is_within(found.get(OURS), others)
+
+
+def is_within(ours: Distance | None, others: list[Distance]) -> bool | None:
+    """Return True if neither distance is above the largest of the others, None if there are
+    none."""
+    if ours is None or not others:
         return None
-    mean_bound = max(distance.mean for distance in references.values())
-    largest_bound = max(distance.largest for distance in references.values())
     # written so that a loss that is no number is outside
-    return ours.mean <= mean_bound and ours.largest <= largest_bound
+    return ours.mean <= max(distance.mean for distance in others) and ours.largest <= max(
+        distance.largest for distance in others
+    )
 
 
 def spread(data: dict) -> str:

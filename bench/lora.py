@@ -18,8 +18,9 @@ A row with ``search`` looks for the longest sequence that fits into the memory t
 take: doubling, then bisection to an eighth, each try a process that does two steps.
 
 ``--curves`` trains each row for ``--steps`` steps on text: Hugging Face's model, the same with one
-ulp added to a few weights, by seed, and ours (see `bench.parity`); and Hugging Face's in fp32,
-which all of these round. Its results are a file of their own.
+ulp added to a few weights, by seed, and ours (see `bench.parity`); Hugging Face's with adapters
+drawn from other seeds; and Hugging Face's in fp32, which all of these round. Its results are a file
+of their own.
 
 Results are saved after each group of contestants that ran together; ``--resume`` goes on with what
 the file lacks. For Unsloth the model is written to a temporary folder first."""
@@ -42,7 +43,7 @@ from typing import NamedTuple
 
 from . import curves, longest, lora_table, machine, ops, parity, processes, runs, train
 from .finetune_table import OUT_OF_MEMORY
-from .lora_worker import CONTESTANTS, MAX_POSITIONS, OPTIMIZERS
+from .lora_worker import ADAPTERS_SEED, CONTESTANTS, MAX_POSITIONS, OPTIMIZERS
 
 # Those that matter most run together, where not all fit.
 CHECKPOINTED = "ours", "ours-graphs", "unsloth", "eager", "peer", "unsloth-offload"
@@ -235,6 +236,7 @@ class Measurements:
             device=self.args.device,
             text=False,
             nudge=0,
+            adapters_seed=ADAPTERS_SEED,
         )
         spec |= changes
         if package == "unsloth":
@@ -344,18 +346,32 @@ class Measurements:
 
     # ---- curves ----
 
+    def curve_runs(self) -> Iterator[tuple[str, str, dict]]:
+        """Yield name, contestant and what the specification of the process differs by."""
+        for run, arguments in parity.plan(self.args.seeds).items():
+            yield (
+                run,
+                "ours" if "patch" in arguments else "eager",
+                {"nudge": arguments.get("seed", 0)},
+            )
+        for seed in range(1, self.args.adapter_seeds + 1):
+            adapters_seed = ADAPTERS_SEED + seed
+            yield (
+                f"{curves.OTHER_ADAPTERS} {adapters_seed}",
+                "eager",
+                dict(adapters_seed=adapters_seed),
+            )
+        yield curves.EXACT, "exact", {}
+
     def curves(self, name: str, row: Row) -> None:
-        """Train Hugging Face's model, with nudged weights and in fp32 too, and ours."""
+        """Train Hugging Face's model, with nudged weights, with other adapters and in fp32 too, and
+        ours."""
         entry = self.entry_of(name, row, results="curves")
-        for run, arguments in [*parity.plan(self.args.seeds).items(), (curves.EXACT, {})]:
+        for run, contestant, changes in self.curve_runs():
             if run in entry["curves"]:
                 continue
-            contestant = "ours" if "patch" in arguments else "eager"
-            if run == curves.EXACT:
-                contestant = "exact"
-            nudge = arguments.get("seed", 0)
             self.check_time()
-            process = self.process(contestant, row, row.steps, text=True, nudge=nudge)
+            process = self.process(contestant, row, row.steps, text=True, **changes)
             with self.entrants({run: process}) as entrants:
                 entrants[run].ask({}, append=False)
                 for done in range(0, row.steps, CURVE_TURN):
@@ -434,6 +450,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--curves", action="store_true", help="losses of long runs, not speed")
     parser.add_argument(
         "--seeds", type=int, default=CURVE_SEEDS, help=f"nudged runs of a curve ({CURVE_SEEDS})"
+    )
+    parser.add_argument(
+        "--adapter-seeds", type=int, default=2, help="runs of a curve with other adapters (2)"
     )
     processes.add_options(parser, "lora", run_limit=240, limit=480)
     args = parser.parse_args(argv)

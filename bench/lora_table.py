@@ -198,11 +198,14 @@ def curves(data: dict) -> str:
                     distances_of_curves.distance(row["curves"][name], references)
                 )
             lines.append([label, name, *cells])
-        verdicts.append(f"- {label}: {words[distances_of_curves.within_spread(row['curves'])]}")
+        within_spread = words[distances_of_curves.within_spread(row["curves"])]
+        within_seeds = words[distances_of_curves.within_seeds(row["curves"])]
+        verdicts.append(f"- {label}: {within_spread}; {within_seeds}")
     parts = [
         heading(data),
         "How far each run's losses are from those of the (other) Hugging Face runs:",
         table(columns, lines),
-        "Whether ours lies within the spread of the Hugging Face runs:\n" + "\n".join(verdicts),
+        "Whether ours lies within the spread of the Hugging Face runs that begin an ulp apart; and "
+        "within that of its runs with other adapters:\n" + "\n".join(verdicts),
     ]
     return "\n\n".join(parts)

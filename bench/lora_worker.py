@@ -88,10 +88,10 @@ def add_adapters(model, spec: dict):
     return get_peft_model(model, config)
 
 
-def draw_adapters(model) -> None:
+def draw_adapters(model, seed: int) -> None:
     """Give every A the values that it has for all contestants; B stays 0."""
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(ADAPTERS_SEED)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_A" in name:
             bound = parameter.shape[-1] ** -0.5
@@ -229,7 +229,7 @@ class Training:
             options = options | {kept: spec["keep"]}
         self.model, report = make(spec, options)
         self.model.train()  # models that were read from a disk do not recompute until then
-        draw_adapters(self.model)
+        draw_adapters(self.model, spec["adapters_seed"])
         self.trained = trained_parameters(self.model)
         self.optimizer = OPTIMIZERS[spec["optimizer"]](self.trained, lr=spec["lr"])
         self.data = iter(token_ids(spec))

@@ -23,6 +23,7 @@ def make_spec(contestant="eager", **changes):
         device="cpu",
         text=False,
         nudge=0,
+        adapters_seed=lora_worker.ADAPTERS_SEED,
     )
     return spec | changes
 
@@ -272,21 +273,36 @@ def test_the_longest_sequence(tmp_path, monkeypatch):
 
 def test_curves(tmp_path, monkeypatch):
     fakes = {name: lambda row: FakeProcess() for name in ("ours", "eager", "exact")}
-    options = "--curves", "--steps", "60", "--seeds", "2"
+    options = "--curves", "--steps", "60", "--seeds", "2", "--adapter-seeds", "1"
     curves, made = measurements(tmp_path, monkeypatch, fakes, *options)
     curves.curves("lora", ROW._replace(steps=60))
-    assert [(contestant, changes["nudge"]) for contestant, *_, changes in made] == [
-        ("eager", 0), ("eager", 1), ("eager", 2), ("ours", 0), ("exact", 0),
+    runs = [
+        (contestant, changes.get("nudge"), changes.get("adapters_seed"))
+        for contestant, *_, changes in made
+    ]
+    assert runs == [
+        ("eager", 0, None), ("eager", 1, None), ("eager", 2, None), ("ours", 0, None),
+        ("eager", None, 2), ("exact", None, None),
     ]  # fmt: skip
     assert all(changes["text"] for *_, changes in made)
     assert {len(curve) for curve in curves.data["rows"][0]["curves"].values()} == {60}
     text = report.KINDS["lora_curves"](curves.data)
     assert "| tiny, bf16, r = 4, 24 × 2, 60 steps | ours | 0 | 0 | 0 | 0 |" in text
-    assert "- tiny, bf16, r = 4, 24 × 2, 60 steps: within" in text
+    assert "- tiny, bf16, r = 4, 24 × 2, 60 steps: within; within" in text
     exact = curves.data["rows"][0]["curves"]["in fp32"]
     exact[7] += 0.5  # nothing is held against it but the last columns
     text = report.KINDS["lora_curves"](curves.data)
     assert "| ours | 0 | 0 | 0.0083 | 0.5 |" in text and "24 × 2, 60 steps: within" in text
+    ours = curves.data["rows"][0]["curves"]["ours"]
+    ours[5] += 0.1  # farther than an ulp takes it, and than other adapters until they are
+    text = report.KINDS["lora_curves"](curves.data)
+    assert "60 steps: OUTSIDE; OUTSIDE" in text
+    curves.data["rows"][0]["curves"]["Hugging Face, adapters of seed 2"][9] += 0.2
+    text = report.KINDS["lora_curves"](curves.data)
+    assert "60 steps: OUTSIDE; within" in text
+    ours[5] = float("nan")
+    assert "60 steps: OUTSIDE; OUTSIDE" in report.KINDS["lora_curves"](curves.data)
+    ours[5] = ours[4]
     del curves.data["rows"][0]["curves"]["in fp32"]
     text = report.KINDS["lora_curves"](curves.data)
     assert "| ours | 0 | 0 |" in text and "fp32" not in text
@@ -296,6 +312,16 @@ def test_a_nudge_changes_little():
     losses, _ = losses_of("eager", text=True)
     nudged, _ = losses_of("eager", text=True, nudge=1)
     assert 0 < (losses - nudged).abs().max() < 0.02
+
+
+def test_adapters_of_another_seed():
+    """They train on the same weights, and on the same text."""
+    losses, training = losses_of("eager", text=True, lr=1e-2)
+    others_losses, others = losses_of("eager", text=True, lr=1e-2, adapters_seed=2)
+    assert losses[0] == others_losses[0] and not torch.equal(losses[1:], others_losses[1:])
+    pairs = zip(training.model.named_parameters(), others.model.parameters(), strict=True)
+    for (name, parameter), other in pairs:
+        assert torch.equal(parameter, other) == ("lora_" not in name), name
 
 
 # ---- the command line ----

@@ -13,7 +13,7 @@ from memory import Square, backward_of_sum
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.core import overwrite
-from liger_kernel.core.overwrite import may_overwrite
+from liger_kernel.core.overwrite import may_overwrite, recorded_backward
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,22 @@ def test_overwrites_what_only_the_graph_holds(leaf, answers):
         leaf.grad,
         2 * dx + torch.nn.functional.pad(dx[1:, ::2, None], (0, 1, 0, 0, 1, 0)).flatten(1),
     )
+
+
+def test_a_recorded_backward(leaf, answers):
+    """Its graph is kept for the memory alone. That of any other backward may run again."""
+    y, inner, outer = (Square.apply(leaf * 3).sum() for _ in range(3))
+    with recorded_backward(y.grad_fn):
+        (dx,) = torch.autograd.grad(y, leaf, retain_graph=True)
+        torch.autograd.grad(inner, leaf, retain_graph=True)
+    torch.autograd.grad(outer, leaf, retain_graph=True)
+    assert answers == [True, False, False]
+    torch.testing.assert_close(dx, 18 * leaf.detach())
+    again = Square.apply(leaf * 3).sum()
+    with recorded_backward(again.grad_fn):
+        pass
+    torch.autograd.grad(again, leaf, retain_graph=True)
+    assert not answers[3]
 
 
 PROGRAM_WITH_A_DYNAMO_ERROR = """

@@ -51,6 +51,7 @@ from torch.nn.modules import module as torch_modules
 
 from liger_kernel.core import devices
 from liger_kernel.core.layer_state import PLAIN_VALUES, LayerState
+from liger_kernel.core.overwrite import recorded_backward
 
 logger = logging.getLogger(__name__)
 
@@ -405,7 +406,7 @@ class _Graph:
             leaves = {id(leaf) for leaf in (self.x, *self.aliases)}
             if not _leaves(self.edge.node) <= leaves:
                 raise NotRecordable("what it trains is not among its parameters")
-            self.grads = self._gradients(self.edge, self.x, self.aliases, retain_graph=True)
+            self.grads = self._gradients(self.edge, self.x, self.aliases)
             del self.edge
 
     def _run_forward(self, run):
@@ -417,7 +418,8 @@ class _Graph:
             self.edge = get_gradient_edge(y)  # holds what forward saves, but not y
 
     def _run_backward(self):
-        with self._with_aliases():  # a checkpoint calls the layer again
+        # a checkpoint calls the layer again
+        with self._with_aliases(), recorded_backward(self.edge.node):
             grads = self._gradients(self.edge, self.x, self.aliases, retain_graph=True)
         pairs = [(to, grad) for to, grad in zip(self.grads, grads, strict=True) if to is not None]
         torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))

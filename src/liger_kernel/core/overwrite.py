@@ -10,6 +10,7 @@ a build of torch counts in another way, the answer is False, and no gradient is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -17,6 +18,37 @@ import sys
 import torch
 
 ENABLED = os.environ.get("LIGER_KERNEL_OVERWRITE", "").lower() not in ("0", "off", "false", "no")
+
+_recorded_tasks: set[int] = set()  # ids of the engine's backward passes: see `recorded_backward`
+
+
+@contextlib.contextmanager
+def recorded_backward(node):
+    """Within it, a backward from this node on that keeps its graph may overwrite what it saved.
+
+    For CUDA graphs of a forward and its backward: the graph is kept so that its memory is not given
+    to others, and never runs again; each replay of backward follows one of forward.
+    """
+    task = []
+
+    def begin(grads):
+        task.append(torch._C._current_graph_task_id())
+        _recorded_tasks.add(task[0])
+
+    handle = node.register_prehook(begin)
+    try:
+        yield
+    finally:
+        handle.remove()
+        _recorded_tasks.difference_update(task)
+
+
+def is_graph_kept() -> bool:
+    """Return True if the graph of the backward that runs may run again."""
+    return (
+        torch._C._autograd._get_current_graph_task_keep_graph()
+        and torch._C._current_graph_task_id() not in _recorded_tasks
+    )
 
 
 def may_overwrite(ctx, saved: torch.Tensor, made_in_forward: bool = False) -> bool:
@@ -37,7 +69,7 @@ def may_overwrite(ctx, saved: torch.Tensor, made_in_forward: bool = False) -> bo
     """
     if torch.compiler.is_compiling() or not ENABLED:
         return False
-    if torch._C._autograd._get_current_graph_task_keep_graph():
+    if is_graph_kept():
         return False
     if not made_in_forward and (saved.is_leaf or not saved.requires_grad):
         return False

@@ -180,7 +180,7 @@ def may_overwrite_saved(ctx):
 
     Forward gives the pre-activation to nothing but a saved-tensor hook, which may keep it; a
     checkpoint's hook does not."""
-    if not overwrite.ENABLED or torch._C._autograd._get_current_graph_task_keep_graph():
+    if not overwrite.ENABLED or overwrite.is_graph_kept():
         return False
     hooks = [raw.unpack_hook for raw in ctx._raw_saved_tensors]
     return all(
