@@ -1,5 +1,7 @@
 """TRL's trainers by our head: they log and train what they do by TRL's own."""
 
+import math
+
 import peft
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from liger_kernel.ops.head import token_divergence, token_log_probs, unit_gradients
 from liger_kernel.patch.loss import trl_head
-from liger_kernel.transformers import apply_liger_kernel_to_trl, revert
+from liger_kernel.transformers import apply_liger_kernel, apply_liger_kernel_to_trl, revert
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
 utils = pytest.importorskip("trl.trainer.utils")
@@ -169,6 +171,26 @@ def test_dpo(weighted, both, policy):
 
 def test_dpo_lora(both, policy):
     assert set(both(trl.DPOTrainer, trl.DPOConfig, trl_tiny.pairs(), lora(policy))) == {2}
+
+
+def test_dpo_with_a_patched_reference(policy, tmp_path):
+    """In bf16, as long as policy and reference are equal, so are their log-probabilities."""
+
+    def patched_reference(**kwargs):
+        trainer = trl.DPOTrainer(**kwargs)
+        apply_liger_kernel(trainer.ref_model)
+        return trainer
+
+    arguments = dict(
+        learning_rate=0.0, use_liger_kernel=True, model_init_kwargs=dict(dtype="bfloat16")
+    )
+    losses = []
+    for cls in (trl.DPOTrainer, patched_reference):
+        logs, _ = train(cls, trl.DPOConfig, trl_tiny.pairs(), policy, tmp_path, **arguments)
+        losses.append([row["loss"] for row in logs])
+    unpatched, patched = losses
+    assert patched == 3 * [pytest.approx(math.log(2), rel=1e-6)]
+    assert unpatched != patched  # the switch does not reach the reference
 
 
 def test_kto(both, policy):
