@@ -29,6 +29,7 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
+from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.utils import kernel_config
 
@@ -159,7 +160,12 @@ def counting(calls, name, function):
     return call
 
 
-OPERATORS = "rms_norm", "gated_rms_norm", "experts", "router", "rope"
+OPERATORS = (
+    *("rms_norm", "gated_rms_norm", "experts", "router", "rope"),
+    *("causal_conv1d", "gated_delta_rule"),
+)
+# those of functions, of which transformers makes modules
+OF_FUNCTIONS = {"liger_rope", "liger_causal_conv1d", "liger_gated_delta_rule"}
 
 
 class Hub:
@@ -309,6 +315,8 @@ FAMILIES = {
         "apply_tiled_mlp",
         "liger_experts",
         "liger_router",
+        "liger_causal_conv1d",
+        "liger_gated_delta_rule",
     },
 }
 # what the classes' names end in -> the name that kernels knows them by
@@ -346,12 +354,13 @@ def test_families(hub, monkeypatch, family):
             monkeypatch.setitem(vars(function), "forward", function.forward)  # for other tests
     layers = {name: name for name in ("RMSNorm", "RMSNormGated", "Experts", "RotaryEmbedding")}
     layers |= dict(SoftmaxTopKRouter="Router", rotary_pos_emb="RotaryPosEmb")
+    layers |= dict(causal_conv1d_fn="CausalConv1d", chunk_gated_delta_rule="GatedDeltaRule")
     layers["an MLP"] = "TiledGEGLUMLP" if family == "gemma2" else "TiledSwiGLUMLP"
     with hub.mapped({name: (layer, layer) for name, layer in layers.items()}):
         hub.kernelize(kernelized)
     calls = hub.count(monkeypatch)
     draws.assert_within(bounds, run(kernelized), exact_step)
-    operators = FAMILIES[family] - ({"liger_rope"} if not hub.by_name else set())
+    operators = FAMILIES[family] - (set() if hub.by_name else OF_FUNCTIONS)
     assert {name for name in calls if calls[name]} == operators, hub.report(kernelized)
 
 
@@ -543,6 +552,12 @@ def test_every_layer_is_taken(hub):
     llama = tiny.config("llama", hidden_size=16, intermediate_size=24)
     mixtral = tiny.config("mixtral", hidden_size=16, intermediate_size=24)
     function = hub.kernels.use_kernel_forward_from_hub("a layer")
+
+    def of_family(name):
+        """Make another module of a function, of which transformers may have made one."""
+        family = getattr(modeling_qwen3_next, name)
+        return function(family) if not isinstance(family, nn.Module) else copy.copy(family)
+
     modules = {
         "RMSNorm": GemmaRMSNorm(16),
         "RMSNormGated": Qwen3NextRMSNormGated(16),
@@ -552,6 +567,8 @@ def test_every_layer_is_taken(hub):
         "Router": MixtralTopKRouter(mixtral),
         "RotaryPosEmb": function(rotate),
         "RotaryEmbedding": LlamaRotaryEmbedding(llama),
+        "CausalConv1d": of_family("causal_conv1d_fn"),
+        "GatedDeltaRule": of_family("torch_chunk_gated_delta_rule"),
         "Linear": Head(16, 8),
         "ForCausalLMLossLayer": function(ForCausalLMLoss),
     }

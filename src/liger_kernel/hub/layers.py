@@ -15,6 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from liger_kernel.hub.dispatch import choose_forward, describe_choice
+from liger_kernel.hub.linear_attention import (
+    Convolution,
+    DeltaRule,
+    prove_convolution,
+    prove_delta_rule,
+)
 from liger_kernel.hub.loss import CausalLMLoss, prove_loss
 from liger_kernel.hub.rotary import (
     RotaryFunction,
@@ -110,6 +116,8 @@ EXPERTS = Kind(experts.prove, experts.Experts)
 ROUTER = Kind(router.prove, router.Router)
 ROTARY = Kind(prove_rotary_function, RotaryFunction)
 ROTARY_TABLES = Kind(prove_rotary_embedding, RotaryTables)
+CONVOLUTION = Kind(prove_convolution, Convolution)
+DELTA_RULE = Kind(prove_delta_rule, DeltaRule)
 CAUSAL_LM_LOSS = Kind(prove_loss, CausalLMLoss)
 
 
@@ -129,6 +137,17 @@ LAYERS = {
     "LigerRouter": ("SoftmaxTopKRouter", ROUTER, "hidden_states"),
     "LigerRotaryPosEmb": ("rotary_pos_emb", ROTARY, "q k cos sin unsqueeze_dim"),
     "LigerRotaryEmbedding": ("RotaryEmbedding", ROTARY_TABLES, "x position_ids"),
+    "LigerCausalConv1d": (
+        "causal_conv1d_fn",
+        CONVOLUTION,
+        "hidden_states weight bias activation **kwargs",
+    ),
+    "LigerGatedDeltaRule": (
+        "chunk_gated_delta_rule",
+        DELTA_RULE,
+        "query key value g beta chunk_size initial_state output_final_state"
+        " use_qk_l2norm_in_kernel **kwargs",
+    ),
     "LigerLinear": ("Linear", None, "input"),
     "LigerForCausalLMLossLayer": (
         "ForCausalLMLoss",

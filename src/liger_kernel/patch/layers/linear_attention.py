@@ -117,7 +117,11 @@ class FamilyFunction(NamedTuple):
 
 def read_function(forward, name) -> FamilyFunction:
     """Return the function that ``forward`` calls by a global name."""
-    function = resolve_global(forward, name)
+    return read_family(resolve_global(forward, name))
+
+
+def read_family(function) -> FamilyFunction:
+    """Read what a function of a modeling file, or the module that stands for it, runs."""
     # where the package kernels is installed, transformers makes a module of it
     called = type(function).forward if isinstance(function, torch.nn.Module) else function
     family = FamilyFunction(function, called)
