@@ -196,8 +196,8 @@ def test_doctor_says_whether_hoppers_own_kernels_are_on(doctor_with):
     assert report["notes"] == []
     _, report = doctor_with(OLDEST, **on_gpu(hopper=dict(on=False, triton=["3.6"])))
     assert report["notes"] == [
-        "The linear head's own kernels for Hopper stay off: they are for triton 3.6. The kernels "
-        "for any GPU compute the same: nothing to do."
+        "The kernels for Hopper alone, of the linear head, experts and the gated delta rule, stay "
+        "off: they are for triton 3.6. Those for any GPU compute the same: nothing to do."
     ]
 
 

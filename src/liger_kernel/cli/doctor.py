@@ -241,13 +241,13 @@ def _versions_on_gpus_notes(report: dict) -> list[str]:
     only_on_cpus = [
         f"{name} {versions[name]}"
         for name, ran in RAN_ON_GPUS.items()
-        if name in versions and name not in report["untested"] and minor(versions[name]) != ran
+        if name in versions and name not in report["untested"] and minor(versions[name]) not in ran
     ]
     if not only_on_cpus:
         return []
-    ran = join_words([f"{name} {version}" for name, version in RAN_ON_GPUS.items()])
     return [
-        f"The tests pass with {join_words(only_on_cpus)} on CPUs; on GPUs they ran with {ran}. "
+        f"The tests pass with {join_words(only_on_cpus)} on CPUs; on GPUs they ran with "
+        f"{join_words(_with_versions(RAN_ON_GPUS))}. "
         f"{_what_to_do(report)}"
     ]
 
@@ -257,8 +257,9 @@ def _hopper_notes(report: dict) -> list[str]:
     if hopper is None or hopper["on"]:
         return []
     return [
-        "The linear head's own kernels for Hopper stay off: they are for triton "
-        f"{join_words(hopper['triton'])}. The kernels for any GPU compute the same: nothing to do."
+        "The kernels for Hopper alone, of the linear head, experts and the gated delta rule, stay "
+        f"off: they are for triton {join_words(hopper['triton'])}. Those for any GPU compute the "
+        "same: nothing to do."
     ]
 
 
@@ -295,6 +296,11 @@ def _what_to_do(report: dict) -> str:
     return "See above for what does not work here."
 
 
+def _with_versions(minors: dict[str, tuple[str, ...]]) -> list[str]:
+    """Return "triton 3.6 and 3.9" for each library."""
+    return [f"{name} {join_words(versions)}" for name, versions in minors.items()]
+
+
 def _gpus_run() -> str:
     return join_words([gpu for names in GPUS.values() for gpu in names])
 
@@ -311,15 +317,13 @@ def _text(report: dict) -> str:
     def with_remarks(versions):
         return [f"{name} {version}{remarks.get(name, '')}" for name, version in versions.items()]
 
-    tested = [f"{name} {join_words(versions)}" for name, versions in report["tested"].items()]
-    ran_on_gpus = [f"{name} {version}" for name, version in RAN_ON_GPUS.items()]
     frameworks = ", ".join(with_remarks(report["frameworks"]))
     lines = [
         f"liger-kernel {package['version']} at {package['path']}",
         f"  from {providers or 'a path, no installed distribution'}",
         *(f"  {library}" for library in with_remarks(report["versions"])),
-        f"tested with {', '.join(tested)}",
-        f"run on {_gpus_run()} with {', '.join(ran_on_gpus)}",
+        f"tested with {', '.join(_with_versions(report['tested']))}",
+        f"run on {_gpus_run()} with {', '.join(_with_versions(RAN_ON_GPUS))}",
         f"training frameworks: {frameworks or 'none'}",
     ]
     for number, device in enumerate(report["devices"]):
