@@ -95,10 +95,11 @@ $(VENV)/.docs-ready: $(VENV)/.ready
 	touch $@
 
 # The newest PyTorch that pip finds, which brings 5 GB of CUDA, and the Triton that it asks for: operators, losses,
-# proofs, families, torch.compile.
+# proofs, families, torch.compile, TRL's trainers.
 test-newest: $(VENV)/newest/.ready
 	$(MAKE) test PYTHON=$(VENV)/newest/bin/python TESTS="$(NEWEST_TESTS)"
 	$(MAKE) test-all PYTHON=$(VENV)/newest/bin/python TESTS="$(COMPILE_TESTS)"
+	$(MAKE) test-trl-$(lastword $(TRL)) PYTHON=$(VENV)/newest/bin/python
 
 $(VENV)/newest/.ready: pyproject.toml
 	$(MAKE) $@ VENV=$(@D) PYTHON=$(@D)/bin/python TORCH=torch

@@ -59,8 +59,18 @@ _proved = {}  # Functions that ours was found to equal -> their methods then
 
 
 def _methods(function) -> tuple:
-    """Return what a Function computes by."""
-    return function.forward, function.backward, function.apply.__func__
+    """Return what a Function computes by. Since PyTorch 2.14 ``apply`` is built in."""
+    apply = function.apply
+    return function.forward, function.backward, getattr(apply, "__func__", apply)
+
+
+def _is_trls_own(function) -> bool:
+    """Return True if a Function, its methods and its ``apply`` are code of TRL and PyTorch."""
+    apply = inspect.getattr_static(function, "apply")
+    # of one that is built in, the class in C that it belongs to
+    code_of_apply = getattr(apply, "__func__", None) or getattr(apply, "__objclass__", apply)
+    parts = function, function.forward, function.backward, code_of_apply
+    return all(map(purity.is_released_code, parts))
 
 
 def are_plain(*tensors) -> bool:
@@ -200,7 +210,7 @@ class Seam:
             methods = _methods(function)
             if _proved.get(function) == methods:
                 return None
-            if not all(map(purity.is_released_code, (*methods, function))):
+            if not _is_trls_own(function):
                 return "it is not TRL's own"
             arguments = list(inspect.signature(function.forward).parameters)[1:]
             if arguments != list(self.arguments):
