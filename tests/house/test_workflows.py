@@ -78,6 +78,7 @@ def test_the_wheel_is_tried_beside_the_newest_of_everything():
     assert "dist/*.whl" in install and "==" not in install
     assert all(name in install for name in ("transformers", "trl", "peft", "bitsandbytes"))
     assert steps.index(install) < steps.index("python3 scripts/try_wheel.py")
+    assert any("apply_liger_kernel_to_trl" in step for step in steps[steps.index(install) :])
 
 
 def test_every_job_ends():
