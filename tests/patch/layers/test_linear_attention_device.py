@@ -30,11 +30,6 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(devices, "INTERPRETED", True)
     monkeypatch.setattr(linear_attention_trial, "_reasons", {})
     monkeypatch.setattr(linear_attention_trial, "version", lambda name: "3.6.0")
-    monkeypatch.setattr(
-        torch,
-        "get_device_module",
-        lambda kind: types.SimpleNamespace(get_device_name=lambda i: "H100"),
-    )
     monkeypatch.setattr(linear_attention, "reason_wrong_on_device", reason_on_another_device)
 
 
@@ -57,7 +52,7 @@ def another_is_the_cpu(monkeypatch):
                 for name in ("float32", "enable_grad", "autograd", "no_grad")
             },
             nn=torch.nn,
-            get_device_module=torch.get_device_module,
+            get_device_module=lambda kind: types.SimpleNamespace(get_device_name=lambda i: "H100"),
             cuda=torch.cuda,
             bfloat16=torch.bfloat16,
             device=lambda kind, index: torch.device("cpu"),
