@@ -95,7 +95,8 @@ def test_kernels_that_are_wrong(fault, interpreted, another_is_the_cpu, monkeypa
     # the trial's own calls are without this argument
     of_models = [name for name, kwargs in calls if "cu_seqlens" in kwargs]
     assert of_models == 2 * [CONVOLUTION]
-    (record,) = caplog.records
+    # transformers warns once in a process, and may do it here
+    (record,) = [each for each in caplog.records if each.name.startswith("liger_kernel")]
     assert record.getMessage() == (
         "liger_gated_delta_rule is not used: its kernels compute something else here "
         "(Triton 3.6.0, H100)"
