@@ -30,17 +30,24 @@ OUR_SIDE = ("ours", "eager", "compile")  # contestants that our process has
 
 class Worker:
     """A `bench.worker` process. It is started when first asked, and again after it died or ran out
-    of time."""
+    of time.
 
-    def __init__(self, side: str, path: pathlib.Path):
+    Args:
+        path: of the package that is measured.
+        imports: directories of others that come before the installed ones.
+    """
+
+    def __init__(self, side: str, path: pathlib.Path, imports: tuple[pathlib.Path, ...] = ()):
         self.side = side
         self.path = path
+        self.imports = imports
         self.process = None
 
     def start(self) -> None:
         entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         others = [entry for entry in entries if entry and pathlib.Path(entry) != ROOT / "src"]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(self.path), *others])}
+        entries = map(str, (self.path, *self.imports, *others))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(entries)}
         if self.side in peers.SIDES:
             environment |= peers.SIDES[self.side].environment
         self.process = subprocess.Popen(

@@ -26,6 +26,7 @@ from . import (
     ops_tables,
     scale_table,
     training_tables,
+    triton_tables,
     trl_steps_table,
 )
 
@@ -44,6 +45,7 @@ KINDS = {  # kind of a results file -> the function that makes its table
     "head": head_tables.head,
     "trl_head": head_tables.trl_head,
     "trl_steps": trl_steps_table.trl_steps,
+    "tritons": triton_tables.tritons,
     "losses": head_tables.losses,
     "experts": head_tables.experts,
     "medusa": training_tables.medusa,
