@@ -117,7 +117,7 @@ def test_packed_sequences_are_the_functions(layer, calls):
     def outcome(run):
         try:
             output = run(*inputs, **packed)
-        except ValueError as error:  # since transformers 5.23
+        except ValueError as error:  # of newer versions of transformers
             return str(error)
         return output if convolves else output[0]
 

@@ -2,9 +2,9 @@
 makes modules.
 
 They are tried, and their calls are computed, as in a patched model
-(`patch.layers.linear_attention`). Only for packed sequences the function itself runs, which raises
-since transformers 5.23 unless a package computes it: a layer sees one of a mixer's two functions,
-and not whether the other keeps the sequences apart."""
+(`patch.layers.linear_attention`). Only for packed sequences the function itself runs, which newer
+versions of transformers refuse where no package computes it: a layer sees one of a mixer's two
+functions, and not whether the other keeps the sequences apart."""
 
 from __future__ import annotations
 
