@@ -29,8 +29,9 @@ def test_both_sides_train_the_same(trainer):
     """A learning rate that is not 0 shows the gradients, too."""
     replies = {}
     for side in trl_steps.SIDES:
+        revert("trl")  # what a test before this one has put in, too
         replies[side] = trl_worker.measure(spec_of(trainer, untimed=1, lr=1e-2), side)
-        revert("trl")
+    revert("trl")
     theirs, ours = (replies[side] for side in trl_steps.SIDES)
     assert not theirs["replaced_head"] and ours["replaced_head"]
     for reply in theirs, ours:
