@@ -24,13 +24,12 @@ import textwrap
 import pytest
 import triton
 from cases import operator_modules
-from portability_targets import FAMILIES, SAME_IR_VERSIONS, TARGETS
+from portability_targets import FAMILIES, GLUON_VERSIONS, SAME_IR_VERSIONS, TARGETS
 from programs import run_command
 from triton.runtime.jit import KernelInterface
 from ttgir import transposed_results
 
 from liger_kernel.core.op import CASES
-from liger_kernel.ops.head import hopper
 
 # bytes of shared memory that one program may have
 LIMITS = {name: shared_memory for name, (_, _, shared_memory) in TARGETS.items()}
@@ -42,9 +41,7 @@ if XPU:
     FAMILIES = (("xpu",),)
 HEADS = {name: names[0] for names in FAMILIES for name in names}
 VERSION = tuple(triton.__version__.split(".")[:2])
-# versions of Triton that compile the kernels in Gluon; see portability.py
-GLUON = *hopper.TRITON_VERSIONS, ("3", "7"), ("3", "9")
-HOPPER = ("sm_90",) if VERSION in GLUON else ()
+HOPPER = ("sm_90",) if VERSION in GLUON_VERSIONS else ()
 ONLY = {  # kernels for some of the targets: those that have descriptors, and Hopper
     "outer_products._gather_rows": ("sm_90", "sm_100", "sm_120"),
     "hopper.target_gradient_kernel": HOPPER,

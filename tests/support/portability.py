@@ -131,8 +131,7 @@ def pretend(name):
     target, multiprocessors, shared = TARGETS[name]
     launches = {}
     devices.has_kernels = lambda tensor: True
-    # compiled, though not run, by these as well
-    hopper.TRITON_VERSIONS = *hopper.TRITON_VERSIONS, ("3", "7"), ("3", "9")
+    hopper.TRITON_VERSIONS = portability_targets.GLUON_VERSIONS
     shared_memory = shared if target.backend == "cuda" else 0
     properties = name, multiprocessors, 1024 // target.warp_size, shared_memory
     devices._properties = lambda kind, index: properties

@@ -31,3 +31,6 @@ FAMILIES = (
 # Versions of Triton for which that was seen, of one launch of each kernel. With another version
 # nothing is taken from the head. `make test-portability` compares every launch.
 SAME_IR_VERSIONS = (("3", "9"),)
+
+# Versions of Triton that compile the kernels in Gluon, whether or not they run with them.
+GLUON_VERSIONS = (("3", "6"), ("3", "7"), ("3", "8"), ("3", "9"))
