@@ -7,11 +7,8 @@ import torch
 from liger_kernel.ops.head.forward_gradients import (
     load_gradients,
     store_gradients,
-    undivided_gradients,
     value_and_gradients,
 )
-from liger_kernel.ops.head.linear_head_reference import compute_dtype
-from liger_kernel.ops.head.planning import divides_at_end
 
 
 class GradientsInForward(torch.autograd.Function):
@@ -33,23 +30,16 @@ class GradientsInForward(torch.autograd.Function):
     def compute_with_gradients(cls, ctx, loss_fn, *head):
         """Return the outputs of ``loss_fn(hidden, weight, bias)``; keep the gradients for backward.
 
-        ``head`` are these three tensors. ``loss_fn`` returns (loss, *others), the loss as it came
-        from `gradient_in_forward`. Only the loss has gradients.
+        ``head`` are these three tensors. ``loss_fn`` returns (loss, *others); only the loss has
+        gradients.
         """
         needs_grad = [
             x is not None and ctx.needs_input_grad[position]
             for position, x in zip(cls.HEAD_ARGUMENTS, head, strict=True)
         ]
-        hidden, weight, _ = head
-        divisor = None
-        if any(needs_grad) and divides_at_end(hidden, weight, compute_dtype(hidden, weight)):
-            (loss, *others), grads, divisor = undivided_gradients(loss_fn, head, needs_grad)
-        else:
-            (loss, *others), grads = value_and_gradients(loss_fn, head, needs_grad)
+        (loss, *others), grads = value_and_gradients(loss_fn, head, needs_grad)
         ctx.head_arguments = cls.HEAD_ARGUMENTS
-        store_gradients(
-            ctx, grads, head, needs_grad, lambda *tensors: loss_fn(*tensors)[0], divisor
-        )
+        store_gradients(ctx, grads, head, needs_grad, lambda *tensors: loss_fn(*tensors)[0])
         return loss.detach(), *others
 
     @staticmethod

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import (
-    WITH_AND_WITHOUT_KERNELS,
     assert_as_exact_as_pytorch,
     cast,
     exact_products_on_cpu,
@@ -100,7 +99,6 @@ def test_against_float64(kind, option, dtype):
     assert_as_exact_as_pytorch(draws)
 
 
-@WITH_AND_WITHOUT_KERNELS
 def test_small_gradients_of_fp16_hidden_states():
     """Beside those of the same numbers in fp32, under a weight in fp32."""
     M = 512

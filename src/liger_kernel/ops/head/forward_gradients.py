@@ -118,28 +118,6 @@ def value_and_gradients(loss, tensors, needs, constant=False):
     return outputs, [next(grads, None) if need else None for need in needs]
 
 
-def undivided_gradients(loss, tensors, needs):
-    """Run ``loss(*tensors)``, and differentiate its first output without dividing as backward does.
-
-    That output is a loss as it came from `gradient_in_forward`. ``tensors`` are hidden states,
-    weight and bias, of which ``needs`` need a gradient; one does.
-
-    Returns:
-        The outputs, the gradients of loss·divisor, and the divisor. Those of weight and bias are as
-        they were stored: fp16 may not hold their sums.
-    """
-    stored = []
-
-    def times_divisor(*leaves):
-        outputs = loss(*leaves)
-        stored.extend(saved_grads(outputs[0].grad_fn, NUM_STORED)[0])
-        return outputs[0] * stored[-1], *outputs
-
-    (_, *outputs), (dh, *_) = value_and_gradients(times_divisor, tensors, needs)
-    _, dw, db, divisor = stored
-    return outputs, (dh, dw, db), divisor
-
-
 def gradients_in_chunks(loss, chunks, h, w, b, needs, constant=False):
     """Run ``loss(rows, h[rows], w, b)`` for each chunk of the rows, in plain PyTorch.
 

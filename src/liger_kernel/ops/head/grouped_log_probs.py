@@ -22,7 +22,7 @@ class TokenLogProbs:
     `write_gradient` overwrites the logits with their gradient.
     """
 
-    def __init__(self, groups, num_tokens, num_classes, divisor, needs_grad, bias):
+    def __init__(self, groups, num_tokens, num_classes, undivided, needs_grad, bias):
         options = groups.options
         self.bias = bias
         self.options = options.head.token
@@ -38,7 +38,8 @@ class TokenLogProbs:
         if needs_grad:
             self.grads = [None if x is None else torch.zeros_like(x) for x in self.values]
         self.valid = self.target != self.options.ignore_index
-        self.divisor = divisor  # of the gradients, which are made for the loss times it
+        # of the gradients, which are made for the loss times it
+        self.divisor = self.valid.sum().clamp(min=1) if undivided else None
 
     def read_logits(self, rows, x):
         """Fill in the log-probabilities and entropies of some tokens, whose logits are x."""
@@ -103,8 +104,8 @@ class TopKLogProbs(TokenLogProbs):
     it is all classes, and has no column.
     """
 
-    def __init__(self, groups, num_tokens, num_classes, divisor, needs_grad, bias):
-        super().__init__(groups, num_tokens, num_classes, divisor, needs_grad, bias)
+    def __init__(self, groups, num_tokens, num_classes, undivided, needs_grad, bias):
+        super().__init__(groups, num_tokens, num_classes, undivided, needs_grad, bias)
         self.rest_of = groups.options.rest_of
         # (tokens, 1): some class is not in the rest. Otherwise a token's rest is all classes
         self.excludes = self.valid[:, : self.rest_of].any(1, keepdim=True)

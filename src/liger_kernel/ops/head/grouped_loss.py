@@ -238,13 +238,6 @@ class TokenGroups:
                 self.ends = [0, *accumulate(lengths.tolist())]
             self.order = order.to(device, non_blocking=True)
 
-    def gradient_divisor(self, h, w):
-        """Return the number that backward divides the gradients by, 0-d, or None."""
-        options = self.options.head
-        if not divides_at_end(h, w, options.dtype):
-            return None
-        return (self.target != options.token.ignore_index).sum().clamp(min=1)
-
     def view_groups(self, x, start, stop):
         """Return a view of some groups: (groups, ...), or (parts, groups, ...) of several parts."""
         x = x.view(*self.leading_shape, *x.shape[1:])
@@ -325,8 +318,8 @@ def _run_with_kernels(groups, h, w, b, needs):
     ends = groups.ends
     needs_grad = any(needs)
     log_probs_class = TopKLogProbs if groups.is_top_k else TokenLogProbs
-    divisor = groups.gradient_divisor(h, w)
-    log_probs = log_probs_class(groups, h.shape[0], w.shape[0], divisor, needs_grad, b)
+    undivided = divides_at_end(h, w, head.dtype)
+    log_probs = log_probs_class(groups, h.shape[0], w.shape[0], undivided, needs_grad, b)
     even = isinstance(ends, range)
     if even:
         largest_group = ends.step
@@ -366,7 +359,7 @@ def _run_with_kernels(groups, h, w, b, needs):
         grads = (None,) * 3
         if needs_grad:
             grads = run(plan_chunks(needs[1]), log_probs.write_gradient, needs)
-        return groups.outputs(), grads, divisor
+        return groups.outputs(), grads, log_probs.divisor
 
     plan = plan_chunks(needs[1], largest_group if even and largest_group > 1 else 64)
     spans = []
@@ -386,7 +379,7 @@ def _run_with_kernels(groups, h, w, b, needs):
     if not spans:
         call_fn(0, groups.num_groups)
     grads = run(plan, logits_to_gradient, needs, [groups.group_rows(*span) for span in spans])
-    return groups.outputs(), grads, divisor
+    return groups.outputs(), grads, log_probs.divisor
 
 
 def _fit_plan(plan, lengths, channels, dtype):
@@ -402,7 +395,6 @@ def _fit_plan(plan, lengths, channels, dtype):
 
 def _run_without_kernels(groups, h, w, b, needs):
     """Do what `_run_with_kernels` does in PyTorch, a few groups at a time."""
-    divisor = groups.gradient_divisor(h, w)
     spans = groups.spans(0, ROWS_WITHOUT_KERNELS)
     next_spans = iter(spans)
 
@@ -415,12 +407,11 @@ def _run_without_kernels(groups, h, w, b, needs):
                 all_rows[rows] = x
                 x = groups.view_groups(all_rows, *span)
             values.append(x)
-        loss = groups.call_fn(*span, *values)
-        return (loss if divisor is None else loss * divisor,)
+        return (groups.call_fn(*span, *values),)
 
     chunks = [groups.group_rows(*span) for span in spans]
     grads = gradients_in_chunks(chunk_loss, chunks, h, w, b, needs, constant=True)[1]
-    return groups.outputs(), grads, divisor
+    return groups.outputs(), grads, None
 
 
 def _reference(groups, h, w, b):
