@@ -34,7 +34,7 @@ def distance(curve: list[float], references: list[list[float]]) -> Distance | No
 
 
 def is_reference(name: str) -> bool:
-    """Return True if a run is one of Hugging Face's that ours is held against."""
+    """Return True if a run is Hugging Face's in bf16, with the adapters that ours has."""
     return name not in (OURS, EXACT) and not name.startswith(OTHER_ADAPTERS)
 
 

@@ -9,6 +9,7 @@ from hardware import DEVICE
 
 from liger_kernel.core import devices
 from liger_kernel.core.layer_graphs import MAX_RECORDINGS, LayerGraphs, LayerStack, _Graph
+from liger_kernel.core.overwrite import may_overwrite
 
 
 @pytest.fixture(autouse=True)
@@ -316,6 +317,58 @@ def test_shapes_that_come_once_keep_no_others_out():
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 9):
         pair.step(torch.randn(rows, 4, device=DEVICE))
     assert pair.count() == 1
+
+
+class Cube(torch.autograd.Function):
+    """Its backward writes dx over x if it may, as a replayed kernel does: no version changes."""
+
+    answers = []
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        Cube.answers.append(may_overwrite(ctx, x))
+        dx = 3 * x.detach() ** 2 * dy
+        return x.detach().data.copy_(dx) if Cube.answers[-1] else dx
+
+
+def cubed(layer, y):
+    return Cube.apply(y * 2)  # of a product with a number nothing is saved
+
+
+def test_a_recorded_backward_overwrites(monkeypatch):
+    """As one that is not recorded: else the graphs' memory has both tensors."""
+    monkeypatch.setattr(Cube, "answers", [])
+    pair = Pair(cubed)
+    pair.train()
+    assert pair.count() == 1 and len(Cube.answers) > 4 and all(Cube.answers)
+
+
+def test_a_backward_that_failed_behind_the_replay():
+    """The second one finds gradients where forward saved tensors, and computes the layer again."""
+    pair = Pair(cubed)
+    pair.train()
+    x = torch.randn(3, 4, device=DEVICE, requires_grad=True)
+    y = pair.call(pair.other, x, {})
+    failures = [torch.OutOfMemoryError("behind the replay")]
+
+    def fail_once(grads, incoming):
+        if failures:
+            raise failures.pop()
+
+    y.grad_fn.register_hook(fail_once)
+    loss = y.sum()
+    with pytest.raises(torch.OutOfMemoryError, match="behind the replay"):
+        torch.autograd.grad(loss, pair.other.w)
+    (dw,) = torch.autograd.grad(loss, pair.other.w)
+    (expected,) = torch.autograd.grad(pair.layer(x).sum(), pair.layer.w)
+    assert torch.equal(dw, expected)
+    pair.train()  # and goes on
 
 
 def test_passing_hooks():

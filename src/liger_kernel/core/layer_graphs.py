@@ -507,7 +507,7 @@ class _Graph:
             raise RuntimeError(
                 "cuda_graphs: a layer was changed (an adapter, a mode, a hook, an attribute) "
                 "between its forward and this backward, which has to compute it again: the graph "
-                "is kept, autocast is on, or another forward came in between"
+                "is kept, autocast is on, another forward came in between, or a backward failed"
             )
         with torch.enable_grad(), self.make_autocast():
             x = self.x.detach().requires_grad_(self.x.requires_grad)
@@ -545,6 +545,7 @@ class _Call:
 
     def __init__(self, graph):
         self.graph = graph
+        self.was_replayed = False  # its backward may have overwritten what forward saved
         self.is_done = False
 
 
@@ -570,9 +571,10 @@ class _Replay(torch.autograd.Function):
         graph = ctx.call.graph
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
         may_replay = graph.stack.may_run(graph.number + 1)
-        if is_kept or not may_replay or devices.in_autocast(dy):
+        if is_kept or ctx.call.was_replayed or not may_replay or devices.in_autocast(dy):
             grads = graph.compute_again(ctx.run, dy)
         else:
+            ctx.call.was_replayed = True
             grads = graph.backward(dy)
         ctx.call.is_done = not is_kept
         return None, None, None, *grads

@@ -19,44 +19,47 @@ import torch
 
 ENABLED = os.environ.get("LIGER_KERNEL_OVERWRITE", "").lower() not in ("0", "off", "false", "no")
 
-_recorded_tasks: set[int] = set()  # ids of the engine's backward passes: see `recorded_backward`
+# ids of the engine's passes that are recorded: see `recorded_backward`
+_recorded_passes: set[int] = set()
 
 
 @contextlib.contextmanager
 def recorded_backward(node):
-    """Within it, a backward from this node on that keeps its graph may overwrite what it saved.
+    """Within it, an engine's pass that runs this node first may overwrite what its graph saved,
+    though it keeps the graph.
 
-    For CUDA graphs of a forward and its backward: the graph is kept so that its memory is not given
-    to others, and never runs again; each replay of backward follows one of forward.
+    For CUDA graphs of a forward and its backward. The graph is kept so that its memory is not given
+    to others, and does not run again: a backward is replayed once after each forward.
     """
-    task = []
+    passes = []
 
     def begin(grads):
-        task.append(torch._C._current_graph_task_id())
-        _recorded_tasks.add(task[0])
+        passes.append(torch._C._current_graph_task_id())
+        _recorded_passes.update(passes)
 
     handle = node.register_prehook(begin)
     try:
         yield
     finally:
         handle.remove()
-        _recorded_tasks.difference_update(task)
+        _recorded_passes.difference_update(passes)
 
 
 def is_graph_kept() -> bool:
     """Return True if the graph of the backward that runs may run again."""
     return (
         torch._C._autograd._get_current_graph_task_keep_graph()
-        and torch._C._current_graph_task_id() not in _recorded_tasks
+        and torch._C._current_graph_task_id() not in _recorded_passes
     )
 
 
 def may_overwrite(ctx, saved: torch.Tensor, made_in_forward: bool = False) -> bool:
     """Return True if backward may write a gradient into this tensor from ``ctx.saved_tensors``.
 
-    That is so if the graph is freed after this backward, and only the graph refers to the tensor's
-    memory: no variable, no view, no other node, no saved-tensor hook. A hook may keep the data in a
-    form that has no reference count, such as an array or a file; the hooks of a checkpoint do not.
+    That is so if the graph does not run again (`is_graph_kept`), and only the graph refers to the
+    tensor's memory: no variable, no view, no other node, no saved-tensor hook. A hook may keep the
+    data in a form that has no reference count, such as an array or a file; the hooks of a
+    checkpoint do not.
 
     Call it in backward itself, with ``saved`` held by one local variable; each further reference
     makes the answer False. A caller that overwrites must call

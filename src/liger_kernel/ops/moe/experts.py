@@ -176,7 +176,7 @@ class LigerFusedMoEFunction(Function):
 
 
 def may_overwrite_saved(ctx):
-    """Return True if only the graph holds the saved pre-activation, and is freed after backward.
+    """Return True if only the graph holds the saved pre-activation, and does not run again.
 
     Forward gives the pre-activation to nothing but a saved-tensor hook, which may keep it; a
     checkpoint's hook does not."""
