@@ -70,7 +70,7 @@ assert report.replaced["Qwen3NextGatedDeltaNet", kernels] == 1
 - An installed package is replaced, too; the report names it. `linear_attention=False` keeps it.
 - Of packed sequences in one row, `cu_seq_lens_q` keeps states and convolutions apart, as
   `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives it. transformers raises without
-  the packages; before 5.23 it let states pass from one sequence to the next. With
+  the packages; older versions (5.17) let states pass from one sequence to the next. With
   flash-linear-attention but without causal-conv1d its convolution reaches over a border; ours does
   not. Layers that only convolve (LFM2) take `seq_idx` as well. By `position_ids` alone states
   pass the borders, as in transformers (its issue 46093).

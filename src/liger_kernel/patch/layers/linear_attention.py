@@ -15,9 +15,10 @@ what it is: projections, the gated norm, caches, the function for a single cache
 that the operators do not take, the family's function runs.
 
 Packed sequences are kept apart: those of ``cu_seq_lens_q``, and for a convolution alone also those
-of ``seq_idx``. transformers raises there without a package; before 5.23 it dropped both, and let
-states pass from one sequence to the next. The class's own forward runs, and raises or not, where a
-part of the mixer could not keep them apart (`_keeps_sequences_apart`)."""
+of ``seq_idx``. transformers raises there without a package; older versions (5.17) dropped both,
+and let states pass from one sequence to the next. The class's own forward runs, and raises or not,
+where a part of the mixer could not keep them apart (`_keeps_sequences_apart`), or a kernel of the
+hub stands in for one."""
 
 from __future__ import annotations
 
@@ -195,17 +196,23 @@ class LinearAttention(Replacement):
 
     def class_members(self, cls):
         with_operators = cls.forward
+        hub_checks = []
         for name in self.functions:
             family = read_function(cls.forward, name)._replace(takes_groups=self.takes_groups)
+            has_hub_kernel = _hub_check(family.function)
             operator = functools.partial(_OPERATORS[name], family)
-            with_operators = rebind_global(with_operators, name, _or_family(operator, family))
+            run = _or_family(operator, family.function, has_hub_kernel)
+            with_operators = rebind_global(with_operators, name, run)
+            hub_checks.append(has_hub_kernel)
         # what mixes tokens in it is the operators alone
         is_known = not self.others and purity.is_released_code(cls.forward)
         packing = PACKING[:1] if DELTA_RULE in self.functions else PACKING
 
         def forward(self, *args, **kwargs):
             if any(kwargs.get(name) is not None for name in PACKING):
-                if not is_known or not _keeps_sequences_apart(self, packing, args, kwargs):
+                # a kernel of the hub may not keep sequences apart, and does not say so
+                is_ours = is_known and not any(check() for check in hub_checks)
+                if not is_ours or not _keeps_sequences_apart(self, packing, args, kwargs):
                     return cls.forward(self, *args, **kwargs)
             group = adapters.input_group(self)
             if group is None:
@@ -238,15 +245,20 @@ def _keeps_sequences_apart(module, packing, args, kwargs) -> bool:
     return True
 
 
-def _or_family(operator, family):
-    """Return a function that runs the family's function where the operator gives None."""
-    function = family.function
+def _hub_check(function):
+    """Return a function that says whether `kernelize` has put a kernel of the hub into the module
+    that stands for a family's function."""
     attributes = function.__dict__ if isinstance(function, torch.nn.Module) else {}
+    return lambda: "forward" in attributes and has_instance_forward(function)
+
+
+def _or_family(operator, function, has_hub_kernel):
+    """Return a function that runs the family's where the operator gives None, or the hub's where it
+    has a kernel for it."""
 
     def run(*args, **kwargs):
         output = None
-        # `kernelize` puts a kernel of the hub there
-        if not ("forward" in attributes and has_instance_forward(function)):
+        if not has_hub_kernel():
             output = operator(*args, **kwargs)
         return function(*args, **kwargs) if output is None else output
 
