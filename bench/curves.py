@@ -74,10 +74,10 @@ def is_within(ours: Distance | None, others: list[Distance]) -> bool | None:
     none."""
     if ours is None or not others:
         return None
+    mean_bound = max(distance.mean for distance in others)
+    largest_bound = max(distance.largest for distance in others)
     # written so that a loss that is no number is outside
-    return ours.mean <= max(distance.mean for distance in others) and ours.largest <= max(
-        distance.largest for distance in others
-    )
+    return ours.mean <= mean_bound and ours.largest <= largest_bound
 
 
 def spread(data: dict) -> str:

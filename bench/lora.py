@@ -349,18 +349,11 @@ class Measurements:
     def curve_runs(self) -> Iterator[tuple[str, str, dict]]:
         """Yield name, contestant and what the specification of the process differs by."""
         for run, arguments in parity.plan(self.args.seeds).items():
-            yield (
-                run,
-                "ours" if "patch" in arguments else "eager",
-                {"nudge": arguments.get("seed", 0)},
-            )
-        for seed in range(1, self.args.adapter_seeds + 1):
-            adapters_seed = ADAPTERS_SEED + seed
-            yield (
-                f"{curves.OTHER_ADAPTERS} {adapters_seed}",
-                "eager",
-                dict(adapters_seed=adapters_seed),
-            )
+            contestant = "ours" if "patch" in arguments else "eager"
+            yield run, contestant, dict(nudge=arguments.get("seed", 0))
+        for i in range(self.args.adapter_seeds):
+            seed = ADAPTERS_SEED + 1 + i
+            yield f"{curves.OTHER_ADAPTERS} {seed}", "eager", dict(adapters_seed=seed)
         yield curves.EXACT, "exact", {}
 
     def curves(self, name: str, row: Row) -> None:
