@@ -1,5 +1,6 @@
 """dk, dβ and dg of the gated delta rule on Hopper. Elsewhere PyTorch stands in for Gluon."""
 
+import itertools
 import types
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from hardware import DEVICE
 
 from liger_kernel.core import devices
+from liger_kernel.core.tile import cdiv
 from liger_kernel.ops.recurrent import hopper, outputs
-from liger_kernel.ops.recurrent.chunks import CHUNK, problem_of
+from liger_kernel.ops.recurrent.chunks import CHUNK, chunk_table, problem_of
 from liger_kernel.ops.recurrent.gated_delta_rule import liger_gated_delta_rule
 
 B16 = torch.bfloat16
@@ -19,6 +21,8 @@ ON_HOPPER = pytest.mark.skipif(
 )
 # B, T, H, HV: one program, a head of each, groups of 2, 3 and 4, more programs than at a time
 SHAPES = (1, 64, 1, 1), (2, 128, 3, 3), (1, 192, 2, 4), (3, 64, 1, 3), (2, 1024, 16, 64)
+# lengths of sequences, and whether they are packed: one token, full chunks, all kinds, a batch
+SEQUENCES = ((1,), True), ((128, 64), True), ((130, 1, 64, 0, 63), True), ((65, 65), False)
 NAMES = "dk", "dg", "dbeta"
 
 
@@ -53,6 +57,52 @@ def empty_gradients(B, T, H, HV, dim=D, dtype=torch.float32):
     dk = torch.full((B, T, H, dim), torch.nan, device=DEVICE, dtype=B16)
     dg, dbeta = torch.full((2, B, T, HV), torch.nan, device=DEVICE, dtype=dtype)
     return dk, dg, dbeta
+
+
+class Chunks:
+    """Where the tokens of sequences are, if the last chunk of every sequence were full."""
+
+    def __init__(self, lengths):
+        parts = [torch.arange(cdiv(n, CHUNK) * CHUNK) < n for n in lengths]
+        self.is_token = torch.cat(parts).to(DEVICE)
+
+    def fill(self, inputs):
+        """Return the inputs of full chunks: 0 behind an end, but γ, which is that of the end."""
+        q, k, delta, dr, s, ds, *rest = inputs
+        q, k = (x.flatten(0, 1)[None] for x in (q, k))
+        q, k, delta, dr, e, n = (self._fill(x, 1) for x in (q, k, delta, dr, *rest[:2]))
+        gates, norms, partial = (self._fill(x, 2) for x in rest[2:])
+        rows = torch.arange(len(self.is_token), device=DEVICE)
+        gates[:2] = gates[:2, :, (rows * self.is_token).cummax(0).values]
+        N = len(rows) // CHUNK
+        return q, k, delta, dr, s[:N], ds[:N], e, n, gates, norms, partial
+
+    def _fill(self, x, dim):
+        shape = *x.shape[:dim], len(self.is_token), *x.shape[dim + 1 :]
+        return x.new_zeros(shape).index_copy_(dim, self.is_token.nonzero()[:, 0], x)
+
+
+def make_sequences(lengths, packed, H, HV, dim=D, normalize=True):
+    """Return what `make_problem` does of sequences of any lengths, their table, and `Chunks`.
+
+    A table has room for more chunks: their states are NaN.
+    """
+    chunks = Chunks(lengths)
+    _, (q, k, delta, dr, s, ds, *rest) = make_problem(
+        1, len(chunks.is_token), H, HV, dim, normalize
+    )
+    q, k, delta, dr, e, n = (x[:, chunks.is_token] for x in (q, k, delta, dr, *rest[:2]))
+    gates, norms, partial = (x[:, :, chunks.is_token] for x in rest[2:])
+    cu_seqlens = None
+    if packed:
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE)
+    else:
+        q, k = (x.view(len(lengths), -1, H, dim) for x in (q, k))
+    problem = problem_of(q, q.new_empty(*q.shape[:2], HV, dim), cu_seqlens)
+    states = s.new_full((2, problem.chunks, HV, dim, dim), torch.nan)
+    states[:, : len(s)] = torch.stack((s, ds))
+    inputs = q, k, delta, dr, *states, e, n, gates, norms, partial
+    return problem, inputs, chunk_table(problem, cu_seqlens), chunks
 
 
 def key_gradients_reference(inputs, normalize, magnitude=False):
@@ -97,12 +147,19 @@ def key_gradients_reference(inputs, normalize, magnitude=False):
     return dk, *(x.reshape(HV, B, T).permute(1, 2, 0) for x in (dg, dbeta))
 
 
-def assert_right(results, inputs, normalize):
-    """A number's longest way is of 128 products in a head's sum, 64 of the chunk's tokens, and sums
-    of both: less than 512 roundings in fp32 of all that it is made of. Then it is stored."""
+def assert_right(results, inputs, normalize, chunks=None):
+    """Compare with the reference; ``chunks`` says where chunks are that are not full.
+
+    A number's longest way is of 128 products in a head's sum, 64 of the chunk's tokens, and sums
+    of both: less than 512 roundings in fp32 of all that it is made of. Then it is stored.
+    """
+    if chunks is not None:
+        inputs = chunks.fill(inputs)
     exact = key_gradients_reference(inputs, normalize)
     magnitude = key_gradients_reference(inputs, normalize, magnitude=True)
     for name, result, expected, size in zip(NAMES, results, exact, magnitude, strict=True):
+        if chunks is not None:
+            expected, size = (x[:, chunks.is_token].view_as(result) for x in (expected, size))
         rounding = torch.finfo(result.dtype).eps
         bound = rounding * expected.abs() + (1 + rounding) * 2**-15 * size
         assert ((result.double() - expected).abs() <= bound).all(), name  # and no NaN is left
@@ -122,6 +179,15 @@ def test_kernel_for_every_device(shape, normalize):
     assert_right(results, inputs, normalize)
 
 
+@pytest.mark.parametrize("lengths, packed", SEQUENCES, ids=str)
+def test_chunks_that_are_not_full_for_every_device(lengths, packed):
+    dim = 16 if DEVICE == "cpu" else D
+    problem, inputs, table, chunks = make_sequences(lengths, packed, 2, 4, dim)
+    results = empty_gradients(problem.B, problem.T, 2, 4, dim)
+    outputs.key_gradients(problem, *inputs, *results, True, table)
+    assert_right(results, inputs, True, chunks)
+
+
 # ---- on Hopper ----
 
 
@@ -134,6 +200,20 @@ def test_kernel_as_promised(shape, normalize, dtype):
     results = empty_gradients(*shape, dtype=dtype)
     hopper.kernels().key_gradients(problem, *inputs, *results, normalize)
     assert_right(results, inputs, normalize)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("lengths, packed", SEQUENCES, ids=str)
+def test_chunks_that_are_not_full(lengths, packed, normalize):
+    """Nothing is written behind the last token."""
+    problem, inputs, table, chunks = make_sequences(lengths, packed, 2, 4, normalize=normalize)
+    B, T = problem.B, problem.T
+    wide = [x.flatten(0, 1) for x in empty_gradients(1, B * T + CHUNK, 2, 4)]
+    results = [x[: B * T].unflatten(0, (B, T)) for x in wide]
+    hopper.kernels().key_gradients(problem, *inputs, *results, normalize, table)
+    assert_right(results, inputs, normalize, chunks)
+    assert all(x[B * T :].isnan().all() for x in wide)
 
 
 @ON_HOPPER
@@ -161,12 +241,12 @@ def test_slices_of_one_tensor():
 
 
 @ON_HOPPER
-def test_the_same_bits_again():
-    shape = 2, 1024, 16, 32
-    problem, inputs = make_problem(*shape)
-    runs = [empty_gradients(*shape) for _ in range(50)]
+@pytest.mark.parametrize("lengths, packed", [((1024, 1024), False), ((100,) * 20, True)], ids=str)
+def test_the_same_bits_again(lengths, packed):
+    problem, inputs, table, _ = make_sequences(lengths, packed, 16, 32)
+    runs = [empty_gradients(problem.B, problem.T, 16, 32) for _ in range(50)]
     for results in runs:
-        hopper.kernels().key_gradients(problem, *inputs, *results, True)
+        hopper.kernels().key_gradients(problem, *inputs, *results, True, table)
     for results in runs[1:]:
         assert all(map(torch.equal, results, runs[0]))
 
@@ -191,6 +271,28 @@ def test_what_is_not_finite_stays_in_its_chunk(value):
         assert not result[:, 64:128, heads:].isfinite().any()
         result[:, 64:128, heads:] = before[:, 64:128, heads:]
         assert torch.equal(result, before)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("value", [torch.inf, torch.nan], ids=str)
+def test_what_is_not_finite_stays_in_its_sequence(value):
+    """The chunks of the others are read as far as into it."""
+    problem, inputs, table, chunks = make_sequences((70, 70, 70), True, 2, 4)
+    expected = empty_gradients(1, 210, 2, 4)
+    hopper.kernels().key_gradients(problem, *inputs, *expected, True, table)
+    q, k, delta, dr, s, ds, e, n, gates, norms, partial = inputs
+    for x in (q, k, delta, dr, e, n):
+        x[:, 70:140] = value
+    for x in (gates, norms, partial):
+        x[:, :, 70:140] = value
+    s[2:4] = value
+    ds[2:4] = value
+    results = empty_gradients(1, 210, 2, 4)
+    hopper.kernels().key_gradients(problem, *inputs, *results, True, table)
+    for result, before in zip(results, expected, strict=True):
+        assert not result[:, 70:140].isfinite().any()
+        for others in (slice(70), slice(140, None)):
+            assert torch.equal(result[:, others], before[:, others])
 
 
 @ON_HOPPER
@@ -286,12 +388,15 @@ def rule_gradients(leaves, fn=liger_gated_delta_rule, **options):
 
 @ON_HOPPER
 @pytest.mark.parametrize("options", [dict(), dict(use_qk_l2norm_in_kernel=False)], ids=str)
-def test_a_call_as_without(options, monkeypatch):
+@pytest.mark.parametrize("shape, ends", [((2, 256), None), ((2, 200), None), ((1, 512), (70, 512))])
+def test_a_call_as_without(shape, ends, options, monkeypatch):
     """Both kernels read the same numbers, and store sums that differ by roundings in fp32.
 
     Of numbers in bf16 some are rounded the other way, by 2^-8 of themselves at most; in fp32 dg's
     sums cancel."""
-    leaves = make_leaves(2, 256, 4, 8, D)
+    leaves = make_leaves(*shape, 4, 8, D)
+    if ends is not None:
+        options = options | dict(cu_seqlens=torch.tensor([0, *ends], device=DEVICE))
     with torch.no_grad():
         leaves[1].div_(D**0.5)
     monkeypatch.setattr(hopper, "MIN_PROGRAMS", 1)
@@ -324,7 +429,7 @@ def test_steps_aside(monkeypatch):
 
     def applies(q, k, v, cu_seqlens=None, arch="sm_90"):
         problem = problem_of(q, v, cu_seqlens)._replace(arch=arch)
-        return hopper.applies(problem, q, k, cu_seqlens)
+        return hopper.applies(problem, q, k)
 
     def empty(*shape, dtype=B16):
         return torch.empty(shape, dtype=dtype, device=DEVICE)
@@ -339,12 +444,11 @@ def test_steps_aside(monkeypatch):
         assert not applies(q, q, v, arch=arch)
     for dtype in (torch.float32, torch.float16):
         assert not applies(*(x.to(dtype) for x in (q, q, v)))
-    assert not applies(q[:1], q[:1], v[:1], torch.tensor([0, 192], device=DEVICE)), "packed"
+    assert applies(q[:1], q[:1], v[:1], torch.tensor([0, 100, 192], device=DEVICE)), "packed"
     assert not applies(q[:1, :128], q[:1, :128], v[:1, :128]), "few programs"
-    for T in (191, 0):
-        assert not applies(q[:, :T], q[:, :T], v[:, :T])
-    longer = empty(16, 65, 2, D), empty(16, 65, 4, D)
-    assert not applies(longer[0], longer[0], longer[1]), "a chunk that is not full"
+    assert not applies(q[:, :0], q[:, :0], v[:, :0])
+    odd = empty(2, 65, 2, D), empty(2, 65, 4, D)
+    assert applies(odd[0], odd[0], odd[1]), "chunks that are not full"
     assert not applies(*[empty(2, 192, 2, 64)] * 2, v) and not applies(q, q, v[..., :64])
     rows_of_others = empty(2, 256, 2, D)[:, :192]
     assert not applies(rows_of_others, q, v), "tokens of the next entry do not follow"
@@ -362,32 +466,30 @@ def test_steps_aside(monkeypatch):
     assert not applies(q, q, v), "no Gluon"
 
 
-def test_a_call_takes_it(monkeypatch):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_call_takes_it(packed, monkeypatch):
     """Backward hands over what the formulas need, where it applies."""
-    B, T, H, HV, dim = 2, 128, 1, 2, 16
+    B, T, H, HV, dim = (1, 194, 1, 2, 16) if packed else (2, 97, 1, 2, 16)
     leaves = make_leaves(B, T, H, HV, dim)
-    expected = rule_gradients(leaves)
+    options = {}
+    if packed:
+        options = dict(cu_seqlens=torch.tensor([0, 97, 194], device=DEVICE))
+    expected = rule_gradients(leaves, **options)
     calls = []
 
     def stand_in(problem, *arguments):
-        *inputs, dk, dg, dbeta, normalize = arguments
-        calls.append(problem)
-        for out, exact in zip(
-            (dk, dg, dbeta), key_gradients_reference(inputs, normalize), strict=True
-        ):
-            out.copy_(exact)
-
-    def applies(problem, q, k, table):
-        return table is None
+        *inputs, dk, dg, dbeta, normalize, table = arguments
+        calls.append(table)
+        chunks = Chunks((97, 97))
+        exact = key_gradients_reference(chunks.fill(inputs), normalize)
+        for out, gradient in zip((dk, dg, dbeta), exact, strict=True):
+            out.copy_(gradient[:, chunks.is_token].view_as(out))
 
     kernels = types.SimpleNamespace(key_gradients=stand_in)
-    pretended = types.SimpleNamespace(applies=applies, kernels=lambda: kernels)
+    pretended = types.SimpleNamespace(applies=lambda *_: True, kernels=lambda: kernels)
     monkeypatch.setattr(outputs, "hopper", pretended)
-    results = rule_gradients(leaves)
-    assert len(calls) == 1
+    results = rule_gradients(leaves, **options)
+    assert len(calls) == 1 and (calls[0] is not None) == packed
     for result, other in zip(results, expected, strict=True):
         difference = (result.double() - other.double()).norm()
         assert difference <= (1e-4 if other.dtype == torch.float32 else 2**-8) * other.norm()
-    packed = [x.flatten(0, 1)[None].detach().requires_grad_() for x in leaves]
-    rule_gradients(packed, cu_seqlens=torch.tensor([0, 128, 256], device=DEVICE))
-    assert len(calls) == 1

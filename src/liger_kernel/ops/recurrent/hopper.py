@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.ops.head import hopper
-from liger_kernel.ops.recurrent.chunks import CHUNK
 
 HEAD_DIM = 128  # entries of a key and of a value
 # chunks times key heads, each of which is a program: half of those that were measured. With fewer
@@ -34,19 +33,17 @@ def _is_readable_by_tma(x):
     )
 
 
-def applies(problem, q, k, table) -> bool:
+def applies(problem, q, k) -> bool:
     """Return True if `hopper_kernels.key_gradients` takes this problem.
 
-    ``table`` is that of packed sequences, or None. What the kernel reads besides q and k, and what
-    it writes, `outputs.gradients` has allocated itself: contiguous, from multiples of 16 bytes on.
+    What the kernel reads besides q and k, and what it writes, `outputs.gradients` has allocated
+    itself: contiguous, from multiples of 16 bytes on.
     """
     p = problem
     return (
         p.arch == "sm_90"
         and p.dtype == torch.bfloat16  # of q and k as well
         and p.K == p.V == HEAD_DIM
-        and table is None
-        and p.T % CHUNK == 0
         and p.chunks * p.H >= MIN_PROGRAMS
         and _is_readable_by_tma(q)
         and _is_readable_by_tma(k)

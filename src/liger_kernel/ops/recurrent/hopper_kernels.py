@@ -1,7 +1,7 @@
 """Gluon kernel for Hopper: dk, dβ and dg of a chunk, as `outputs._key_gradients` computes them.
 
-See `outputs` for the formulas, and `hopper` for when it is taken: all chunks are full, and all
-operands are bf16 with heads of 128.
+See `outputs` for the formulas, and `hopper` for when it is taken: all operands are bf16 with heads
+of 128.
 
 A tile waits for memory longer than it is computed with. So a program fetches all tiles of a value
 head at once by TMA, and has four warps and 112 KB of shared memory: two programs share a
@@ -16,6 +16,9 @@ ready[1]  Δ and dS': likewise
 ready[2]  k in round 0; E, N and q in round 1
 
 No round is over before all warps have waited for it: a barrier comes before each further load.
+
+TMA fetches 64 rows of a shorter chunk, too. What follows its end belongs to other chunks and may be
+NaN: such rows are not stored, and are 0 wherever rows are summed. `FULL` leaves this out.
 
 2 x 4,096 tokens of 16 key and 32 value heads: 137 µs, `outputs._key_gradients` 278 (H200,
 2026-11-28, Triton 3.6).
@@ -33,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from liger_kernel.core import devices
 from liger_kernel.core.gluon import barrier, reinterpret, tma_descriptor, tma_load
 from liger_kernel.core.tile import tl
-from liger_kernel.ops.recurrent.chunks import CHUNK
+from liger_kernel.ops.recurrent.chunks import CHUNK, chunk_span
 from liger_kernel.ops.recurrent.hopper import HEAD_DIM
 
 C = gl.constexpr(CHUNK)
@@ -81,6 +84,14 @@ def _sum_of_products(a_box, b_box):
 
 
 @gluon.jit
+def _clear_rows(box, num_rows):
+    """Set a tile's rows to 0 from ``num_rows`` on."""
+    t = gl.arange(0, C, layout=gl.SliceLayout(1, TILE))
+    inside = gl.expand_dims(t < num_rows, 1)
+    box.store(gl.where(inside, box.load(TILE), 0.0))
+
+
+@gluon.jit
 def _load_head(dr_desc, s_desc, delta_desc, ds_desc, boxes, ready, row, state):
     """Fetch a value head's tiles: dR and Δ from their row on, S and dS' from theirs."""
     dr_box, s_box, delta_box, ds_box = boxes
@@ -105,6 +116,7 @@ def key_gradients_kernel(
     gates_ptr,
     norms_ptr,
     partial_ptr,
+    table_ptr,
     dk_ptr,
     dg_ptr,
     dbeta_ptr,
@@ -116,6 +128,7 @@ def key_gradients_kernel(
     H,
     HV,
     NORM: gl.constexpr,
+    FULL: gl.constexpr,
 ):
     """Compute dk of a key head in one chunk, and dβ and dg of its value heads.
 
@@ -123,7 +136,15 @@ def key_gradients_kernel(
     """
     slot = gl.program_id(0) // H
     h = gl.program_id(0) % H
-    first = slot * C  # token among all
+    if FULL:
+        num_rows = C
+        first = slot * C  # token among all
+    else:
+        b, start, end = chunk_span(table_ptr, slot, T)
+        num_rows = end - start
+        if num_rows <= 0:
+            return
+        first = b.to(gl.int32) * T + start
     group = HV // H
     # E and N take the place of dR and Δ, q that of S
     k_box = gl.allocate_shared_memory(gl.bfloat16, [C, D], k_desc.layout)
@@ -147,7 +168,10 @@ def key_gradients_kernel(
     _load_head(dr_desc, s_desc, delta_desc, ds_desc, boxes, ready, row, state)
 
     c = gl.arange(0, C, layout=ROWS)
-    rk = gl.load(norms_ptr + (H + h) * tokens + first + c)
+    inside = c < num_rows
+    last = num_rows - 1
+    token = gl.minimum(c, last)  # nothing is read behind the end
+    rk = gl.load(norms_ptr + (H + h) * tokens + first + token)
     zeros = gl.zeros([C, D], gl.float32, LAYOUT)
     dk = zeros
     mbarrier.wait(ready.index(2), 0)
@@ -156,14 +180,14 @@ def key_gradients_kernel(
         hv = h * group + i
         hi_ptr = gates_ptr + hv * tokens + first
         lo_ptr = hi_ptr + HV * tokens
-        hi = gl.load(hi_ptr + c)
-        lo = gl.load(lo_ptr + c)
-        beta = gl.load(lo_ptr + HV * tokens + c)
-        last_hi = gl.load(hi_ptr + C - 1)
-        last_lo = gl.load(lo_ptr + C - 1)
+        hi = gl.load(hi_ptr + token)
+        lo = gl.load(lo_ptr + token)
+        beta = gl.load(lo_ptr + HV * tokens + token)
+        last_hi = gl.load(hi_ptr + last)
+        last_lo = gl.load(lo_ptr + last)
         dgamma_ptr = partial_ptr + hv * tokens + first
-        dgamma = gl.load(dgamma_ptr + c)
-        dbeta = gl.load(dgamma_ptr + HV * tokens + c)
+        dgamma = gl.load(dgamma_ptr + token)
+        dbeta = gl.load(dgamma_ptr + HV * tokens + token)
 
         mbarrier.wait(ready.index(0), i & 1)
         S = s_box.permute((1, 0))
@@ -192,17 +216,25 @@ def key_gradients_kernel(
         tail = _decay_of((last_hi - hi) + (last_lo - lo))
         from_end = _scaled_rows(from_end, rk * tail)
         z = gl.sum(k_box.load(LAYOUT).to(gl.float32) * from_end, 1)
+        z = gl.where(inside, z, 0.0)
         dk += from_end
 
         dbeta -= dr_Y
         dgamma -= beta * dr_Y
         dlast = gl.sum(z, 0) + _decay_of(last_hi) * S_dS
-        dg = _sums_to_the_end(dgamma - z) + dlast
+        dg = _sums_to_the_end(gl.where(inside, dgamma - z, 0.0)) + dlast
         gate = (first + c) * HV + hv
-        gl.store(dg_ptr + gate, dg.to(dg_ptr.dtype.element_ty))
-        gl.store(dbeta_ptr + gate, dbeta.to(dbeta_ptr.dtype.element_ty))
+        gl.store(dg_ptr + gate, dg.to(dg_ptr.dtype.element_ty), mask=inside)
+        gl.store(dbeta_ptr + gate, dbeta.to(dbeta_ptr.dtype.element_ty), mask=inside)
 
     mbarrier.wait(ready.index(2), 1)
+    if num_rows < C:  # these products sum rows
+        _clear_rows(e_box, num_rows)
+        _clear_rows(n_box, num_rows)
+        _clear_rows(q_box, num_rows)
+        _clear_rows(k_box, num_rows)
+        fence_async_shared()
+        barrier()
     dk = warpgroup_mma(e_box.permute((1, 0)), q_box, dk, is_async=True)
     from_solve = warpgroup_mma(n_box, k_box, zeros, use_acc=False, is_async=True)
     from_solve = warpgroup_mma(n_box.permute((1, 0)), k_box, from_solve, is_async=True)
@@ -217,7 +249,8 @@ def key_gradients_kernel(
     t = gl.arange(0, C, layout=gl.SliceLayout(1, TILE))
     j = gl.arange(0, D, layout=gl.SliceLayout(0, TILE))
     pointers = gl.expand_dims(dk_ptr + t * stride_dk_token, 1) + gl.expand_dims(j, 0)
-    gl.store(pointers, gl.convert_layout(dk.to(gl.bfloat16), TILE))
+    mask = gl.expand_dims(t < num_rows, 1)
+    gl.store(pointers, gl.convert_layout(dk.to(gl.bfloat16), TILE), mask=mask)
 
 
 def _token_descriptor(x):
@@ -228,7 +261,23 @@ def _token_descriptor(x):
 
 
 def key_gradients(
-    problem, q, k, delta, dr, s, ds, e, n, gates, norms, partial, dk, dg, dbeta, normalize
+    problem,
+    q,
+    k,
+    delta,
+    dr,
+    s,
+    ds,
+    e,
+    n,
+    gates,
+    norms,
+    partial,
+    dk,
+    dg,
+    dbeta,
+    normalize,
+    table=None,
 ):
     """Do what `outputs.key_gradients` does, in a case where `hopper.applies` is True."""
     p = problem
@@ -245,6 +294,7 @@ def key_gradients(
             gates,
             norms,
             partial,
+            table,
             dk,
             dg,
             dbeta,
@@ -254,6 +304,7 @@ def key_gradients(
             p.H,
             p.HV,
             NORM=normalize,
+            FULL=table is None and p.T % CHUNK == 0,
             num_warps=4,
             enable_fp_fusion=True,
         )

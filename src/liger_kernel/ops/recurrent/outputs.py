@@ -433,8 +433,8 @@ def gradients(
         **_query_gradients_registers(p),
     )
     tensors = q, k, delta, dr, s, ds, e, n, gates, norms, partial, dk, dg, dbeta
-    if hopper.applies(p, q, k, table):
-        hopper.kernels().key_gradients(p, *tensors, normalize)
+    if hopper.applies(p, q, k):
+        hopper.kernels().key_gradients(p, *tensors, normalize, table)
     else:
         key_gradients(p, *tensors, normalize, table)
 
