@@ -280,8 +280,8 @@ TILES_OF_REGISTERS = {
     ("states._state_gradients", "gfx1201"): 64,
 }
 # The same in fp32, whose products take their operands from registers on Hopper, too. As a rule a
-# launch in bf16 is looked at. Of this kernel it is one of packed sequences, and one in fp32: the
-# first in bf16 is of Hopper's own kernel.
+# launch in bf16 is looked at. Of this kernel it is one of short sequences, and one in fp32: the
+# others in bf16 are of Hopper's own kernel.
 FP32_TILES_OF_REGISTERS = {("outputs._key_gradients", "sm_90"): 1712}
 # by version of Triton: the spills of a kernel on a target, of few bytes but for one very wide row
 KNOWN_SPILLS = {

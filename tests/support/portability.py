@@ -91,6 +91,7 @@ class _CurrentRun:
     description: str
     is_real_shape: bool  # a shape of a benchmark
     compile_fully: bool
+    always: bool = False  # beside what is chosen of the kernel's launches
     measure_shared: bool = False
     to_llvm: bool = False
 
@@ -108,6 +109,7 @@ class _Launched:
         self.grids = set()
         self.runs = {}  # description -> whether its shape is a real one
         self.compile_fully = False
+        self.always = False
         self.compile_front_half = False
         self.measure_shared = False
         self.to_llvm = False
@@ -119,6 +121,7 @@ class _Launched:
         self.grids.add((x, y, z))
         self.runs[self.current_run.description] = self.current_run.is_real_shape
         self.compile_fully |= self.current_run.compile_fully
+        self.always |= self.current_run.always
         self.measure_shared |= self.current_run.measure_shared
         self.to_llvm |= self.current_run.to_llvm
 
@@ -328,6 +331,22 @@ def run_delta_rule_heads():
         torch.autograd.grad(o, inputs, torch.empty_like(o))
 
 
+def run_delta_rule_on_hopper():
+    """Run what is not chosen of the Cases' launches: Hopper's own kernel with packed sequences, and
+    the kernel for every device in bf16, which short sequences have there."""
+    _Launched.current_run = _CurrentRun(
+        "delta_rule_on_hopper", is_real_shape=True, compile_fully=True, always=True
+    )
+    for T, sequences in (8192, 8), (256, None):
+        inputs = [_leaf(1, T, heads, 128) for heads in (16, 16, 32)]
+        inputs += [_leaf(1, T, 32), _leaf(1, T, 32)]
+        cu_seqlens = None
+        if sequences is not None:
+            cu_seqlens = torch.empty(sequences + 1, dtype=torch.long, device="meta")
+        o, _ = liger_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
+        torch.autograd.grad(o, inputs, torch.empty_like(o))
+
+
 def run_one_token():
     """Run heads of one token and of none in fp32, whose sums LLVM vectorises."""
     _Launched.current_run = _CurrentRun(
@@ -352,9 +371,14 @@ WITHOUT_CASE = {
     "four_bit": run_four_bit,
     "policy_terms": run_policy_terms,
     "delta_rule_heads": run_delta_rule_heads,
+    "delta_rule_on_hopper": run_delta_rule_on_hopper,
     "one_token": run_one_token,
 }
-ONLY_FOR = {"delta_rule_heads": MEASURED, "one_token": ("sm_90",)}
+ONLY_FOR = {
+    "delta_rule_heads": MEASURED,
+    "delta_rule_on_hopper": ("sm_90",),
+    "one_token": ("sm_90",),
+}
 
 
 def describe(case, shape, option, dtype, gradients):
@@ -526,7 +550,7 @@ def choose_what_to_compile(launches, variants):
             others = [launched for launched in same_kernel if not launched.compile_fully]
             front_half = choose(others, MAX_FRONT_HALF)
         for launched in same_kernel:
-            launched.compile_fully = launched in full
+            launched.compile_fully = launched in full or launched.always
             launched.compile_front_half = launched in front_half
 
 
