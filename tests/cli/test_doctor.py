@@ -87,7 +87,7 @@ def test_doctor_says_what_it_was_tested_with(answer, monkeypatch, examined):
     text = " ".join(out.split())
     for name, minors in TESTED.items():
         assert f"{name} {join_words(minors)}" in text
-    assert "run on H100 and H200 with torch 2.11, triton 3.6, transformers 5.17" in text
+    assert "run on H100 and H200 with torch 2.11, triton 3.6 and 3.9, transformers 5.17" in text
     long = [line for line in out.splitlines() if len(line) > 40]
     assert all(len(line.split()) == 1 for line in long), "only a word can be too long"
 
@@ -159,13 +159,14 @@ def test_doctor_tells_what_ran_on_gpus_from_what_did_not(doctor_with):
         return doctor_with(versions, **on_gpu(**gpu))[1]["notes"]
 
     assert notes() == notes(name="NVIDIA H100 80GB HBM3") == []
-    (note,) = notes(OLDEST | {"triton": "3.9.0"})
+    assert notes(OLDEST | {"triton": "3.9.0"}) == []
+    (note,) = notes(OLDEST | {"triton": "3.8.0"})
     assert note == (
-        "The tests pass with triton 3.9.0 on CPUs; on GPUs they ran with torch 2.11, triton 3.6 "
-        "and transformers 5.17. Here each kernel above gave what PyTorch gives: nothing to do."
+        "The tests pass with triton 3.8.0 on CPUs; on GPUs they ran with torch 2.11, triton 3.6 "
+        "and 3.9 and transformers 5.17. Here each kernel above gave what PyTorch gives: nothing to do."
     )
-    (note,) = notes(OLDEST | {"triton": "3.9.0", "torch": "2.13.0+cu130"}, works=False)
-    assert "with torch 2.13.0+cu130 and triton 3.9.0 on CPUs" in note
+    (note,) = notes(OLDEST | {"triton": "3.8.0", "torch": "2.13.0+cu130"}, works=False)
+    assert "with torch 2.13.0+cu130 and triton 3.8.0 on CPUs" in note
     assert note.endswith("See above for what does not work here.")
     # an unknown version is said to be that, and not to be tested on CPUs
     (note,) = notes(OLDEST | {"triton": "3.99.0"})

@@ -99,7 +99,8 @@ def test_the_delta_rule(calls):
     for x, expected in zip(*outputs, strict=True):
         assert x.dtype == expected.dtype
         assert (x - expected).norm() <= 1e-4 * expected.norm()
-    assert calls == {"liger_gated_delta_rule": 1} and runs_fused(module)
+    # on a GPU the first call of heads of this size is checked there before
+    assert calls == {"liger_gated_delta_rule": 1 + (DEVICE != "cpu")} and runs_fused(module)
 
 
 @pytest.mark.parametrize("layer", FUNCTIONS)
@@ -158,9 +159,12 @@ def test_a_users_function(calls):
 def test_in_a_graph(layer, calls):
     """The graph has the function itself."""
     module = with_layer(layer, FUNCTIONS[layer])
-    inputs = convolution_inputs() if layer == "CausalConv1d" else delta_rule_inputs()
-    output = torch.compile(module, backend="eager")(*inputs)
-    expected = FUNCTIONS[layer](*inputs)
+    inputs, options = convolution_inputs(), {}
+    if layer == "GatedDeltaRule":
+        # without the norm the states grow, and with them the roundings
+        inputs, options = delta_rule_inputs(), dict(use_qk_l2norm_in_kernel=True)
+    output = torch.compile(module, backend="eager")(*inputs, **options)
+    expected = FUNCTIONS[layer](*inputs, **options)
     if isinstance(output, tuple):
         output, expected = output[0], expected[0]
     torch.testing.assert_close(output, expected)

@@ -359,6 +359,8 @@ def test_inductor(case):
 @BY_CASE
 def test_autocast(case):
     """fp32 inputs under bf16 autocast give the dtypes of the PyTorch code, and no more error."""
+    if case.name in ("lora_mlp", "lora_mlp_low_rank"):
+        pytest.skip("`gated_down` is called with autocast off")
     tensors = make_tensors(case, case.shapes[1], case.options[0], torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
         outcome = results(case.fn, tensors)

@@ -19,7 +19,7 @@ TESTED = {
     "bitsandbytes": ("0.50",),
 }
 # of these, the versions that tests and measurements ran with on GPUs, and the GPUs, by architecture
-RAN_ON_GPUS = {"torch": ("2.11",), "triton": ("3.6",), "transformers": ("5.17",)}
+RAN_ON_GPUS = {"torch": ("2.11",), "triton": ("3.6", "3.9"), "transformers": ("5.17",)}
 GPUS = {"sm_90": ("H100", "H200")}
 # architectures that every kernel is compiled for, without the hardware
 COMPILED_FOR = (

@@ -100,7 +100,8 @@ def test_steps_aside_without_gluon(everywhere, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "version,known", [("3.6.0", True), ("3.9.1", False), ("3.60.0", False), ("4.6", False)]
+    "version,known",
+    [("3.6.0", True), ("3.8.0", False), ("3.9.1", True), ("3.60.0", False), ("4.6", False)],
 )
 def test_versions_of_triton(version, known, monkeypatch):
     monkeypatch.setattr(hopper, "triton", types.SimpleNamespace(__version__=version))

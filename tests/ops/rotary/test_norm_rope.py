@@ -317,8 +317,11 @@ def test_beyond_int32(far):
     expected = results(
         liger_norm_rope, near.requires_grad_(), near, w, w, cos, sin, (near.detach(), near.detach())
     )
-    for g, e in zip(actual, expected, strict=True):
-        assert torch.equal(g, e)
+    *others, q_weight_grad, k_weight_grad = zip(actual, expected, strict=True)
+    assert all(torch.equal(g, e) for g, e in others)
+    # strides choose how a kernel reads, and with it the order of a sum over rows
+    for g, e in q_weight_grad, k_weight_grad:
+        torch.testing.assert_close(g, e)
 
 
 @pytest.mark.parametrize(
