@@ -13,8 +13,8 @@ import liger_kernel.ops  # noqa: F401  (fills CASES)
 from liger_kernel.core.op import CASES
 from liger_kernel.ops.recurrent import hopper
 
-# further shapes: full chunks and heads of 128, which Hopper has a kernel of its own for
-SHAPES = {"gated_delta_rule": ((2, 128, 1, 2, 128, 128),)}
+# further shapes: heads of 128, which Hopper has a kernel of its own for, with full chunks and short
+SHAPES = {"gated_delta_rule": ((2, 128, 1, 2, 128, 128), (2, 97, 1, 2, 128, 128))}
 
 
 def to_bf16(t):
