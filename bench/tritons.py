@@ -1,10 +1,10 @@
 """Time our operators with two versions of Triton, in bf16, turn and turn about.
 
-    PYTHONPATH=src python -m bench.tritons --triton DIR [--only NAME,...] [--quick]
+    PYTHONPATH=src python -m bench.tritons --triton DIR [--only NAME,...] [--quick] [--resume]
 
 DIR holds the other one (``pip install --no-deps --target DIR triton==3.9.0``). Each version has a
 process of its own, in which a `Case` is timed as `bench.ops` does it, with the same inputs. Results
-are saved after each row."""
+are saved after each row; ``--resume`` goes on with what the file lacks."""
 
 from __future__ import annotations
 
@@ -47,6 +47,10 @@ def measure(request: dict, workers: dict[str, ops.Worker], rounds: int, limit) -
     return row
 
 
+def is_complete(row: dict) -> bool:
+    return all("ms" in entry for entry in row["contestants"].values())
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -62,6 +66,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--limit", type=float, default=480, help="seconds for everything; the rest is left out"
     )
     parser.add_argument("--case-limit", type=float, default=60, help="seconds for one answer (60)")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are complete")
     parser.add_argument("--out", help="JSON file (bench/results/tritons.json)")
     return parser.parse_args(argv)
 
@@ -76,9 +81,18 @@ def main(argv: list[str] | None = None) -> None:
         return min(args.case_limit, end - time.monotonic())
 
     workers, described = start(args, time_left())
-    data = {"machine": described, "versions": [*workers], "dtype": "bfloat16", "rows": []}
+    settings = {"machine": described, "versions": [*workers], "dtype": "bfloat16"}
+    earlier = machine.resumed("tritons", settings, args.out) if args.resume else None
+    data = settings | {"rows": []}
+    if earlier is not None:
+        data = earlier
+        data["machine"]["date"] += f", {described['date']}"
+    data["rows"] = [row for row in data["rows"] if is_complete(row)]
+    done = [(row["case"], row["shape"]) for row in data["rows"]]
     try:
         for request in requests:
+            if (request["case"], request["shape"]) in done:
+                continue
             if time_left() <= 0:
                 print("bench.tritons: no time left", flush=True)
                 break

@@ -51,6 +51,21 @@ def test_the_whole_program(tmp_path, capsys):
     assert "CompilationError: at 1:2" in page
 
 
+def test_resume(tmp_path):
+    """A row that failed is measured again, one that is complete is not."""
+    out = tmp_path / "tritons.json"
+    arguments = ["--triton", "other", "--quick", "--out", str(out), "--only"]
+    tritons.main([*arguments, "rms_norm,swiglu"])
+    rows = {row["case"]: row for row in json.loads(out.read_text())["rows"]}
+    Worker.asked.clear()
+    tritons.main([*arguments, "rms_norm,swiglu,geglu", "--resume"])
+    assert Worker.asked == 4 * ["3.6.0", "3.9.0"]
+    data = json.loads(out.read_text())
+    assert data["machine"]["date"] == "today, today"
+    resumed = {row["case"]: row for row in data["rows"]}
+    assert resumed.keys() == {*rows, "geglu"} and resumed["rms_norm"] == rows["rms_norm"]
+
+
 def test_a_directory_with_the_same_version(monkeypatch):
     monkeypatch.setattr(Worker, "ask", lambda *args: {"triton": "3.6.0"})
     with pytest.raises(SystemExit, match="its Triton is 3.6.0, too"):
