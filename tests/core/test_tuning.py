@@ -437,34 +437,32 @@ def contestant(name, dtype=torch.float32):
     return Contestant(case.fn, tune.make_inputs(case, SMALL[name] or case.shapes[1], dtype, DEVICE))
 
 
-def every_launch(names, select):
-    """Check the selected configs of each launch of these cases. Returns the names of launches."""
-    launches = set()
-    for name in names:
-        case = contestant(name)
-        with tuning.override_launches({}):
-            expected = tune.outputs_and_gradients(case)
-        for choice in tune.choices(case):
-            launches.add(choice.key.split()[0])
-            for config in select(choice.alternatives):
-                with tuning.override_launches({choice.key: config}):
-                    outputs = tune.outputs_and_gradients(case)
-                assert tune.results_agree(outputs, expected), f"{name}: {choice.key}: {config}"
-    return launches
-
-
 @pytest.mark.thorough
-def test_every_choice_of_launches_computes_the_same(pretend):
+@pytest.mark.parametrize("name", SMALL)
+def test_every_choice_of_launches_computes_the_same(name, pretend):
     """Every config that a table may have; on a CPU the first and the last, as with Hopper's shared
     memory."""
     if DEVICE == "cpu":
         pretend("", "cpu", 4, 32, 227 * KB)
+    case = contestant(name)
+    with tuning.override_launches({}):
+        expected = tune.outputs_and_gradients(case)
+    for choice in tune.choices(case):
+        configs = choice.alternatives
+        if DEVICE == "cpu":
+            configs = configs[:: max(len(configs) - 1, 1)]
+        for config in configs:
+            with tuning.override_launches({choice.key: config}):
+                outputs = tune.outputs_and_gradients(case)
+            assert tune.results_agree(outputs, expected), f"{choice.key}: {config}"
 
-    def first_and_last(configs):
-        return configs[:: max(len(configs) - 1, 1)]
 
-    select = first_and_last if DEVICE == "cpu" else list
-    assert every_launch(SMALL, select) == set(tuning.LAUNCHES)
+@pytest.mark.thorough
+def test_every_launch_is_of_a_small_case(pretend):
+    if DEVICE == "cpu":
+        pretend("", "cpu", 4, 32, 227 * KB)
+    choices = [choice for name in SMALL for choice in tune.choices(contestant(name))]
+    assert {choice.key.split()[0] for choice in choices} == set(tuning.LAUNCHES)
 
 
 def fake_stopwatch(ms):
