@@ -323,8 +323,7 @@ def _text(report: dict) -> str:
         f"  from {providers or 'a path, no installed distribution'}",
         *(f"  {library}" for library in with_remarks(report["versions"])),
         f"tested with {', '.join(_with_versions(report['tested']))}",
-        f"run on {_gpus_run()}, not each with all of these, with "
-        f"{', '.join(_with_versions(RAN_ON_GPUS))}",
+        f"run on {_gpus_run()} with {', '.join(_with_versions(RAN_ON_GPUS))}, not in every pair",
         f"training frameworks: {frameworks or 'none'}",
     ]
     for number, device in enumerate(report["devices"]):

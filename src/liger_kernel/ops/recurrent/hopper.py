@@ -8,7 +8,8 @@ from liger_kernel.ops.head import hopper
 
 HEAD_DIM = 128  # entries of a key and of a value
 # chunks times key heads, each of which is a program: half of those that were measured. With fewer
-# the host, which makes eight descriptors, may be what takes the time
+# the host, which makes eight descriptors, may be what takes the time. Of packed sequences, whose
+# chunks the host does not know, their most are counted
 MIN_PROGRAMS = 1024
 
 
