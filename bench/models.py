@@ -39,8 +39,8 @@ SIZES = {
     "Gemma-3-1B": dict(  # without its sliding windows
         model_type="gemma3_text", hidden_size=1152, num_hidden_layers=26, num_attention_heads=4,
         num_key_value_heads=1, head_dim=256, intermediate_size=6912, vocab_size=262144,
-        tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=512,
-        layer_types=["full_attention"] * 26,
+        tie_word_embeddings=True, query_pre_attn_scalar=256, layer_types=["full_attention"] * 26,
+        sliding_window=2**30,  # below it, a mask is made that no layer reads
     ),
     "Qwen3-30B-A3B-8L": dict(  # 8 of its 48 layers
         model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=8, num_attention_heads=32,

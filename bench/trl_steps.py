@@ -23,9 +23,9 @@ import subprocess
 import sys
 import time
 
-from . import longest, machine, ops, processes, runs, train
+from . import finetune, longest, machine, ops, processes, runs, train
 from .finetune_table import OUT_OF_MEMORY
-from .trl_steps_table import DOCUMENTED, SIDES, longest_that_fits, steps_line, trl_steps
+from .trl_steps_table import DOCUMENTED, SIDES, steps_line, trl_steps
 
 # a row: the fields of `trl_worker.Spec` that are not its defaults
 ON_1B = dict(model="Llama-3.2-1B", untimed=2, timed=4)
@@ -40,7 +40,7 @@ STEPS = {
     "DPO 8B": dict(trainer="DPO", sequence=2048, rows=2, **ON_8B),
     "GRPO 8B": dict(trainer="GRPO", sequence=1024, rows=4, **ON_8B),
 }
-# the first sequence that is tried is that of TRL's documentation, for ours TRL's here
+# the sequence is that of TRL's documentation
 LONGEST = {
     name: dict(trainer=trainer, sequence=DOCUMENTED[name], rows=rows)
     for name, trainer, rows in (
@@ -54,8 +54,7 @@ LONGEST = {
 GEMMA = dict(model="Gemma-3-1B", untimed=0, timed=1)
 MEMORY = 79 * 2**30
 CONTEXT = 2**30  # bytes of a GPU that are not the allocator's
-SHARE = 16  # the longest row is found to one part in so many
-MULTIPLE = 512  # tokens, of a row that is long enough
+SHARE = 16  # the longest row is found to one part in so many of the documented one
 ENTROPY = dict(
     trainer="GRPO",
     model="Llama-100M",
@@ -138,11 +137,11 @@ class Measurements:
     def longest(self, name: str, spec: dict) -> None:
         """Find the longest rows of both sides. Only one of them has memory at a time."""
         entry = self.entry("longest", name, spec)
-        start = spec["sequence"]
+        documented, memory = spec["sequence"], spec.get("memory")
         for side in SIDES:
             tried = entry["contestants"].setdefault(side, {})
             tried.pop("error", None)
-            while (sequence := next_sequence(tried, start)) is not None:
+            while (sequence := next_sequence(tried, documented, memory)) is not None:
                 for other in self.workers:
                     if other != side:
                         self.workers[other].stop()
@@ -154,7 +153,6 @@ class Measurements:
                     del tried[str(sequence)]
                     tried["error"] = figures["error"]
                     break
-            start = longest_that_fits(tried) or start
 
     def entropy(self, name: str, spec: dict) -> None:
         """Train by both heads in bf16 autocast, and by TRL's in fp32."""
@@ -181,27 +179,13 @@ def shown(figures: dict) -> str:
     return f"{seconds:.2f} s, {figures['peak_bytes'] / 1e9:.2f} GB{last}"
 
 
-def next_sequence(tried: dict[str, dict], start: int) -> int | None:
-    """Return the sequence to try next, or None if the longest that fits is found.
-
-    An eighth more or less than the last one, then between the two that say most. Twice ``start`` is
-    long enough."""
-    fits = [int(n) for n, figures in tried.items() if "error" not in figures]
-    fails = [int(n) for n, figures in tried.items() if "error" in figures]
-    if not fits and not fails:
-        return start
-    low, high = max(fits, default=0), min(fails, default=2 * start)
-    if not fails:
-        middle = low * 9 / 8
-    elif not fits:
-        middle = high * 7 / 8
-    elif high - low > start / SHARE:
-        middle = (low + high) / 2
-    else:
-        return None
-    multiple = max(1, min(MULTIPLE, start // SHARE))
-    middle = round(middle / multiple) * multiple
-    return middle if low < middle < high else None
+def next_sequence(tried: dict[str, dict], documented: int, memory: float | None) -> int | None:
+    """Return the sequence to try next, or None if the longest that fits is found: to a sixteenth of
+    the ``documented`` one, and at most twice that. ``memory``: GB of the process."""
+    part = max(1, documented // SHARE)
+    peaks = {str(int(n) // part): figures.get("peak_bytes") for n, figures in tried.items()}
+    parts = finetune.next_batch(peaks, 2 * SHARE, memory and memory * 1e9)
+    return parts and parts * part
 
 
 # ---- the command line ----
