@@ -4,7 +4,8 @@
 
 DIR holds the other one (``pip install --no-deps --target DIR triton==3.9.0``). Each version has a
 process of its own, in which a `Case` is timed as `bench.ops` does it, with the same inputs. Results
-are saved after each row; ``--resume`` goes on with what the file lacks."""
+are saved after each row, a file for each version in DIR; ``--resume`` goes on with what the file
+lacks."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--case-limit", type=float, default=60, help="seconds for one answer (60)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are complete")
-    parser.add_argument("--out", help="JSON file (bench/results/tritons.json)")
+    parser.add_argument("--out", help="JSON file (bench/results/tritons_3.9.json)")
     return parser.parse_args(argv)
 
 
@@ -81,8 +82,10 @@ def main(argv: list[str] | None = None) -> None:
         return min(args.case_limit, end - time.monotonic())
 
     workers, described = start(args, time_left())
+    _, other = workers
+    kind = "tritons_" + ".".join(other.split(".")[:2])
     settings = {"machine": described, "versions": [*workers], "dtype": "bfloat16"}
-    earlier = machine.resumed("tritons", settings, args.out) if args.resume else None
+    earlier = machine.resumed(kind, settings, args.out) if args.resume else None
     data = settings | {"rows": []}
     if earlier is not None:
         data = earlier
@@ -98,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
                 break
             row = measure(request | {"seconds": args.seconds}, workers, args.rounds, time_left)
             data["rows"].append(row)
-            machine.save("tritons", data, args.out)
+            machine.save(kind, data, args.out)
             print(triton_tables.line(row), flush=True)
     finally:
         for worker in workers.values():

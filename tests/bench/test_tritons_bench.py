@@ -44,7 +44,8 @@ def test_the_whole_program(tmp_path, capsys):
     tritons.main(arguments)
     assert Worker.asked == 4 * ["3.6.0", "3.9.0"]
     page = capsys.readouterr().out
-    assert report.KINDS["tritons"](json.loads(out.read_text())) in page
+    data = json.loads(out.read_text())
+    assert report.KINDS[data["kind"]](data) in page
     assert "| operator, shape | Triton 3.6.0 | Triton 3.9.0 | 3.9.0 / 3.6.0 |" in page
     assert "| rms_norm 8192×2048 | 1 / 2 / 3 ms | 1 / 2.2 / 3 ms | 1.00 / 1.10 / 1.00 |" in page
     assert "More than 3% apart: rms_norm 8192×2048 backward +10%." in page
