@@ -68,25 +68,26 @@ def fused_neighborhood_attention_reference(
 def _program_block(H, S, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the program's head among all, its head in the batch entry, that entry, rows, columns.
 
-    Blocks are (rows, columns): positions of the sequence and entries of a head.
+    Rows are positions of the sequence, (rows,); columns are entries of a head, (1, columns).
     """
     blocks = tl.cdiv(S, BLOCK_S)
     head = (tl.program_id(0) // blocks).to(tl.int64)
-    s = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)[:, None]
+    s = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     return head, head % H, head // H, s, tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
 def _load_rows(x_ptr, s, stride, d, S, D):
     """Load rows s of a head, in fp32; 0 for a row outside of the sequence."""
+    s = s[:, None]
     return load_fp32(x_ptr, s * stride + d, (s >= 0) & (s < S) & (d < D))
 
 
 @triton.jit
 def _scores(q, k, scale, neighbor, S):
-    """Return the scores of rows with their neighbours, (rows, 1); -inf outside of the sequence."""
+    """Return the scores of rows with their neighbours, (rows,); -inf outside of the sequence."""
     inside = (neighbor >= 0) & (neighbor < S)
-    return tl.where(inside, tl.sum(q * k, axis=1, keep_dims=True) * scale, -INF)
+    return tl.where(inside, tl.sum(q * k, axis=1) * scale, -INF)
 
 
 @triton.jit
@@ -101,12 +102,13 @@ def _load_softmax_stats(top_ptr, sum_ptr, head, s, S):
 def _p_and_dp(q, k, dout, v, top, total, scale, neighbor, S):
     """Return p and dp of rows with their neighbours. Either may be the queries."""
     p = exp(_scores(q, k, scale, neighbor, S) - top) / total
-    return p, tl.sum(dout * v, axis=1, keep_dims=True)
+    return p, tl.sum(dout * v, axis=1)
 
 
 @triton.jit
 def _store_rows(x_ptr, x, b, h, s, d, H, S, D):
     """Store rows in memory of the order (B, S, H, D)."""
+    s = s[:, None]
     index = ((b * S + s) * H + h) * D + d
     tl.store(x_ptr + index, x.to(x_ptr.dtype.element_ty), mask=(s < S) & (d < D))
 
@@ -142,9 +144,9 @@ def _fwd(
     q = _load_rows(q_ptr + b * stride_q_batch + h * stride_q_head, s, stride_q_token, d, S, D)
     k_ptr += b * stride_k_batch + h * stride_k_head
     v_ptr += b * stride_v_batch + h * stride_v_head
-    # maximum and sum of the online softmax, (rows, 1)
-    top = tl.full((BLOCK_S, 1), -INF, dtype=tl.float32)
-    total = tl.zeros((BLOCK_S, 1), dtype=tl.float32)
+    # maximum and sum of the online softmax
+    top = tl.full((BLOCK_S,), -INF, dtype=tl.float32)
+    total = tl.zeros((BLOCK_S,), dtype=tl.float32)
     out = tl.zeros((BLOCK_S, BLOCK_D), dtype=tl.float32)
     for tap in range(2 * radius + 1):
         neighbor = s + (tap - radius) * dilation
@@ -154,10 +156,11 @@ def _fwd(
         rescale = exp(top - shift)
         p = exp(scores - shift)
         total = total * rescale + p
-        out = out * rescale + p * _load_rows(v_ptr, neighbor, stride_v_token, d, S, D)
+        v = _load_rows(v_ptr, neighbor, stride_v_token, d, S, D)
+        out = out * rescale[:, None] + p[:, None] * v
         top = new_top
     total = tl.where(s < S, total, 1.0)
-    _store_rows(out_ptr, out / total, b, h, s, d, H, S, D)
+    _store_rows(out_ptr, out / total[:, None], b, h, s, d, H, S, D)
     tl.store(top_ptr + head * S + s, top, mask=s < S)
     tl.store(sum_ptr + head * S + s, total, mask=s < S)
 
@@ -202,7 +205,7 @@ def _bwd_query(
     dout = _load_rows(dout_ptr, s, stride_dout_token, d, S, D)
     q = _load_rows(q_ptr, s, stride_q_token, d, S, D)
     top, total = _load_softmax_stats(top_ptr, sum_ptr, head, s, S)
-    delta = tl.zeros((BLOCK_S, 1), dtype=tl.float32)
+    delta = tl.zeros((BLOCK_S,), dtype=tl.float32)
     for tap in range(2 * radius + 1):
         neighbor = s + (tap - radius) * dilation
         k = _load_rows(k_ptr, neighbor, stride_k_token, d, S, D)
@@ -217,7 +220,7 @@ def _bwd_query(
             k = _load_rows(k_ptr, neighbor, stride_k_token, d, S, D)
             v = _load_rows(v_ptr, neighbor, stride_v_token, d, S, D)
             p, dp = _p_and_dp(q, k, dout, v, top, total, scale, neighbor, S)
-            dq += p * (dp - delta) * k
+            dq += (p * (dp - delta))[:, None] * k
         _store_rows(dq_ptr, dq * scale, b, h, s, d, H, S, D)
 
 
@@ -268,8 +271,8 @@ def _bwd_key(
         top, total = _load_softmax_stats(top_ptr, sum_ptr, head, neighbor, S)
         delta = load_fp32(delta_ptr, head * S + neighbor, (neighbor >= 0) & (neighbor < S))
         p, dp = _p_and_dp(q, k, dout, v, top, total, scale, neighbor, S)
-        dk += p * (dp - delta) * q
-        dv += p * dout
+        dk += (p * (dp - delta))[:, None] * q
+        dv += p[:, None] * dout
     if dk_ptr is not None:
         _store_rows(dk_ptr, dk * scale, b, h, s, d, H, S, D)
     if dv_ptr is not None:
