@@ -16,7 +16,7 @@ import torch
 from liger_kernel.core import devices
 from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import custom_op
-from liger_kernel.core.tile import cdiv, load_fp32, next_power_of_2, tl
+from liger_kernel.core.tile import cdiv, load_fp32, next_power_of_2, tl, triton
 
 
 @kernel
@@ -112,6 +112,18 @@ def _bwd(
         tl.store(dp_ptr + m * N + o, dp.to(dp_ptr.dtype.element_ty), mask=o < N)
 
 
+@triton.jit
+def _sum_of_lanes(x, LANES: tl.constexpr, CHANNELS_PER_LANE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the sums (output streams, input streams, LANES) of each lane's channels.
+
+    x has the channels as its last axis. If ALIGNED, those of a lane are contiguous.
+    """
+    if ALIGNED:
+        x = tl.reshape(x, (x.shape[0], x.shape[1], LANES, CHANNELS_PER_LANE))
+        return tl.sum(x, axis=3)
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], CHANNELS_PER_LANE, LANES)), axis=2)
+
+
 @kernel
 def _bwd_few_streams(
     dout_ptr,
@@ -142,30 +154,30 @@ def _bwd_few_streams(
     Each lane keeps its own sums for dh and dp until the end of the row.
     """
     m = tl.program_id(0).to(tl.int64)
-    # (output streams, input streams, lanes, channels of a lane)
-    o = tl.arange(0, BLOCK_N)[:, None, None, None]
-    i = tl.arange(0, BLOCK_K)[None, :, None, None]
-    lane = tl.arange(0, LANES)[None, None, :, None]
-    channel = tl.arange(0, CHANNELS_PER_LANE)[None, None, None, :]
-    offset = lane * CHANNELS_PER_LANE + channel if ALIGNED else channel * LANES + lane
+    BLOCK_C: tl.constexpr = LANES * CHANNELS_PER_LANE
+    # (output streams, input streams, channels)
+    o = tl.arange(0, BLOCK_N)[:, None, None]
+    i = tl.arange(0, BLOCK_K)[None, :, None]
+    offset = tl.arange(0, BLOCK_C)[None, None, :]
     h = load_fp32(h_ptr, (m * N + o) * K + i, (o < N) & (i < K))
     dh = tl.zeros((BLOCK_N, BLOCK_K, LANES), dtype=tl.float32)
     dp = tl.zeros((BLOCK_N, 1, LANES), dtype=tl.float32)
     if f_ptr is not None:
         p = load_fp32(p_ptr, m * N + o, o < N)
-    for start in range(0, C, LANES * CHANNELS_PER_LANE):
+    for start in range(0, C, BLOCK_C):
         c = start + offset
         dout_index = m * stride_dout_m + o.to(tl.int64) * stride_dout_o + c
         dout = load_fp32(dout_ptr, dout_index, (o < N) & (c < C))
         mask = (i < K) & (c < C)
         if dh_ptr is not None:
             x = load_fp32(x_ptr, m * stride_x_m + i.to(tl.int64) * stride_x_i + c, mask)
-            dh += tl.sum(x * dout, axis=3)
+            dh += _sum_of_lanes(x * dout, LANES, CHANNELS_PER_LANE, ALIGNED)
         if dx_ptr is not None:
             dx = tl.sum(h * dout, axis=0, keep_dims=True)
             tl.store(dx_ptr + (m * K + i) * C + c, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if dp_ptr is not None:
-            dp += tl.sum(load_fp32(f_ptr, m * stride_f_m + c, c < C) * dout, axis=3)
+            f = load_fp32(f_ptr, m * stride_f_m + c, c < C)
+            dp += _sum_of_lanes(f * dout, LANES, CHANNELS_PER_LANE, ALIGNED)
         if df_ptr is not None:
             df = tl.sum(p * dout, axis=0, keep_dims=True)
             tl.store(df_ptr + m * C + c, df.to(df_ptr.dtype.element_ty), mask=c < C)
