@@ -49,6 +49,7 @@ ONLY = {  # kernels for some of the targets: those that have descriptors, and Ho
     "hopper_kernels.gradient_kernel": HOPPER,
     "hopper_kernels.outer_products_kernel": HOPPER,
     "hopper_kernels.key_gradients_kernel": HOPPER,
+    "hopper_kernels.output_kernel": HOPPER,
 }
 PRODUCTS_ALONE = {"lora_linear"}  # cases that launch no kernel
 pytestmark = pytest.mark.thorough  # minutes of compiling

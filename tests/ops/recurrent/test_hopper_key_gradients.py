@@ -407,7 +407,8 @@ def test_a_call_as_without(shape, ends, options, monkeypatch):
         calls.append(args)
         real.key_gradients(*args)
 
-    monkeypatch.setattr(hopper, "kernels", lambda: types.SimpleNamespace(key_gradients=counted))
+    kernels = types.SimpleNamespace(output=real.output, key_gradients=counted)
+    monkeypatch.setattr(hopper, "kernels", lambda: kernels)
     results = rule_gradients(leaves, **options)
     compiled = torch.compile(liger_gated_delta_rule, fullgraph=True, backend="aot_eager")
     from_graph = rule_gradients(leaves, compiled, **options)
@@ -485,7 +486,7 @@ def test_a_call_takes_it(packed, monkeypatch):
         for out, gradient in zip((dk, dg, dbeta), exact, strict=True):
             out.copy_(gradient[:, chunks.is_token].view_as(out))
 
-    kernels = types.SimpleNamespace(key_gradients=stand_in)
+    kernels = types.SimpleNamespace(output=outputs.write_output, key_gradients=stand_in)
     pretended = types.SimpleNamespace(applies=lambda *_: True, kernels=lambda: kernels)
     monkeypatch.setattr(outputs, "hopper", pretended)
     results = rule_gradients(leaves, **options)

@@ -1,4 +1,4 @@
-"""Gradients of keys on Hopper: when its own kernel (`hopper_kernels`) is taken."""
+"""Outputs and gradients of keys on Hopper: when its own kernels (`hopper_kernels`) are taken."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from liger_kernel.ops.head import hopper
 
 HEAD_DIM = 128  # entries of a key and of a value
 # chunks times key heads, each of which is a program: half of those that were measured. With fewer
-# the host, which makes eight descriptors, may be what takes the time. Of packed sequences, whose
-# chunks the host does not know, their most are counted
+# the host, which makes up to eight descriptors, may be what takes the time. Of packed sequences,
+# whose chunks the host does not know, their most are counted
 MIN_PROGRAMS = 1024
 
 
@@ -35,10 +35,10 @@ def _is_readable_by_tma(x):
 
 
 def applies(problem, q, k) -> bool:
-    """Return True if `hopper_kernels.key_gradients` takes this problem.
+    """Return True if the functions of `hopper_kernels` take this problem.
 
-    What the kernel reads besides q and k, and what it writes, `outputs.gradients` has allocated
-    itself: contiguous, from multiples of 16 bytes on.
+    What their kernels read besides q and k, and what they write, `outputs` and `states` have
+    allocated: contiguous, from multiples of 16 bytes on.
     """
     p = problem
     return (

@@ -1,15 +1,15 @@
-"""Gluon kernel for Hopper: dk, dβ and dg of a chunk, as `outputs._key_gradients` computes them.
+"""Gluon kernels for Hopper: a chunk's output, and its dk, dβ and dg, as `outputs` computes them.
 
-See `outputs` for the formulas, and `hopper` for when it is taken: all operands are bf16 with heads
-of 128.
+See `outputs` for the formulas, and `hopper` for when they are taken: all operands are bf16 with
+heads of 128.
 
 A tile waits for memory longer than it is computed with. So a program fetches all tiles of a value
-head at once by TMA, and has four warps and 112 KB of shared memory: two programs share a
+head at once by TMA, and has four warps and at most 112 KB of shared memory: two programs share a
 multiprocessor, and one computes while the other's tiles arrive. Triton would load them in parts,
 by threads. A warp has whole rows of a product, so their sums take no barrier.
 
-The value heads of a group follow each other in the same shared memory, and behind the last one come
-E, N and q. Mbarriers, each with one arrival a round, by `expect`:
+The value heads of a group follow each other in the same shared memory. Behind the last one come E,
+N and q, for dk. Mbarriers of `key_gradients_kernel`, each with one arrival a round, by `expect`:
 
 ready[0]  dR and S: round i is value head i, its parity i & 1
 ready[1]  Δ and dS': likewise
@@ -20,7 +20,7 @@ No round is over before all warps have waited for it: a barrier comes before eac
 TMA fetches 64 rows of a shorter chunk, too. What follows its end belongs to other chunks and may be
 NaN: such rows are not stored, and are 0 wherever rows are summed. `FULL` leaves this out.
 
-2 x 4,096 tokens of 16 key and 32 value heads: 137 µs, `outputs._key_gradients` 278 (H200,
+2 x 4,096 tokens of 16 key and 32 value heads: dk 137 µs, `outputs._key_gradients` 278 (H200,
 2026-11-28, Triton 3.6).
 """
 
@@ -44,10 +44,16 @@ D = gl.constexpr(HEAD_DIM)
 # of products, and of their rows
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 ROWS = gl.constexpr(gl.SliceLayout(1, LAYOUT))
+# of products of a chunk's tokens with each other
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SCORE_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
+SCORE_COLUMNS = gl.constexpr(gl.SliceLayout(0, SCORES))
 # of tiles that are multiplied elementwise or stored: a thread has 16 bytes of a row
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # of a chunk's tokens beside those that are summed
 PAIRS = gl.constexpr(gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0]))
+# of P in shared memory
+P_LAYOUT = gl.constexpr(gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16))
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -253,6 +259,120 @@ def key_gradients_kernel(
     gl.store(pointers, gl.convert_layout(dk.to(gl.bfloat16), TILE), mask=mask)
 
 
+@gluon.jit
+def output_kernel(
+    q_desc,
+    k_desc,
+    delta_desc,
+    s_desc,
+    gates_ptr,
+    norms_ptr,
+    table_ptr,
+    o_ptr,
+    T,
+    tokens,
+    H,
+    HV,
+    scale,
+    FULL: gl.constexpr,
+):
+    """Compute the outputs of a key head's value heads in one chunk.
+
+    Mbarriers: ready[0] is for q and k, ready[1] for Δ and S, whose round i is value head i. Rows
+    are counted as in `key_gradients_kernel`.
+    """
+    slot = gl.program_id(0) // H
+    h = gl.program_id(0) % H
+    if FULL:
+        num_rows = C
+        first = slot * C  # token among all
+    else:
+        b, start, end = chunk_span(table_ptr, slot, T)
+        num_rows = end - start
+        if num_rows <= 0:
+            return
+        first = b.to(gl.int32) * T + start
+    group = HV // H
+    # P takes the place of k
+    q_box = gl.allocate_shared_memory(gl.bfloat16, [C, D], q_desc.layout)
+    k_box = gl.allocate_shared_memory(gl.bfloat16, [C, D], k_desc.layout)
+    delta_box = gl.allocate_shared_memory(gl.bfloat16, [C, D], delta_desc.layout)
+    s_box = gl.allocate_shared_memory(gl.bfloat16, [D, D], s_desc.layout)
+    p_box = reinterpret(k_box, gl.bfloat16, [2, C, C], P_LAYOUT).index(0)
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready.index(0), count=1)
+    mbarrier.init(ready.index(1), count=1)
+    fence_async_shared()
+    barrier()
+    mbarrier.expect(ready.index(0), 2 * C * D * 2)
+    tma_load(q_desc, [first, h * D], ready.index(0), q_box)
+    tma_load(k_desc, [first, h * D], ready.index(0), k_box)
+    row = h * group * tokens + first
+    state = (slot * HV + h * group) * D
+    _load_output_head(delta_desc, s_desc, delta_box, s_box, ready.index(1), row, state)
+
+    t = gl.arange(0, C, layout=SCORE_ROWS)
+    i = gl.arange(0, C, layout=SCORE_COLUMNS)
+    not_after = gl.expand_dims(t, 1) >= gl.expand_dims(i, 0)
+    last = num_rows - 1  # nothing is read behind the end
+    t = gl.minimum(t, last)
+    i = gl.minimum(i, last)
+    token = gl.minimum(gl.arange(0, C, layout=ROWS), last)
+    rq_ptr = norms_ptr + h * tokens + first
+    rk_ptr = rq_ptr + H * tokens
+    row_factor = scale * gl.load(rq_ptr + t)
+    column_factor = gl.load(rk_ptr + i)
+    rq = scale * gl.load(rq_ptr + token)
+    no_scores = gl.zeros([C, C], gl.float32, SCORES)
+    zeros = gl.zeros([C, D], gl.float32, LAYOUT)
+    mbarrier.wait(ready.index(0), 0)
+    scores = warpgroup_mma(q_box, k_box.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    scores = _scaled_rows(scores, row_factor) * gl.expand_dims(column_factor, 0)
+    barrier()  # all warps have multiplied with k
+    for head in range(group):
+        hv = h * group + head
+        hi_ptr = gates_ptr + hv * tokens + first
+        lo_ptr = hi_ptr + HV * tokens
+        between = gl.expand_dims(gl.load(hi_ptr + t), 1) - gl.expand_dims(gl.load(hi_ptr + i), 0)
+        between += gl.expand_dims(gl.load(lo_ptr + t), 1) - gl.expand_dims(gl.load(lo_ptr + i), 0)
+        # what is infinite above the diagonal is not selected
+        P = gl.where(not_after, scores * _decay_of(between), 0.0)
+        p_box.store(P.to(gl.bfloat16))
+        factor = rq * _decay_of(gl.load(hi_ptr + token))
+        mbarrier.wait(ready.index(1), head & 1)
+        if num_rows < C:  # P·Δ sums rows
+            _clear_rows(delta_box, num_rows)
+        fence_async_shared()
+        barrier()
+        o = warpgroup_mma(q_box, s_box, zeros, use_acc=False, is_async=True)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        o = _scaled_rows(o, factor)
+        o = warpgroup_mma(p_box, delta_box, o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        barrier()  # all warps have read the tiles
+        if head + 1 < group:
+            next_row = row + (head + 1) * tokens
+            next_state = state + (head + 1) * D
+            _load_output_head(
+                delta_desc, s_desc, delta_box, s_box, ready.index(1), next_row, next_state
+            )
+        rows = gl.arange(0, C, layout=gl.SliceLayout(1, TILE))
+        columns = gl.arange(0, D, layout=gl.SliceLayout(0, TILE))
+        of_rows = o_ptr + ((first + rows).to(gl.int64) * HV + hv) * D
+        pointers = gl.expand_dims(of_rows, 1) + gl.expand_dims(columns, 0)
+        mask = gl.expand_dims(rows < num_rows, 1)
+        gl.store(pointers, gl.convert_layout(o.to(gl.bfloat16), TILE), mask=mask)
+
+
+@gluon.jit
+def _load_output_head(delta_desc, s_desc, delta_box, s_box, ready, row, state):
+    """Fetch a value head's tiles: Δ from its row on, S from its own."""
+    mbarrier.expect(ready, (C * D + D * D) * 2)
+    tma_load(delta_desc, [row, 0], ready, delta_box)
+    tma_load(s_desc, [state, 0], ready, s_box)
+
+
 def _token_descriptor(x):
     """Return a descriptor for tiles of x (B, T, heads, 128), whose tokens follow each other."""
     B, T, heads, dim = x.shape
@@ -304,6 +424,30 @@ def key_gradients(
             p.H,
             p.HV,
             NORM=normalize,
+            FULL=table is None and p.T % CHUNK == 0,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+
+
+def output(problem, q, k, delta, s, gates, norms, table, scale, o):
+    """Do what `outputs.write_output` does, in a case where `hopper.applies` is True."""
+    p = problem
+    with devices.device_guard(q):
+        output_kernel[(p.chunks * p.H,)](
+            _token_descriptor(q),
+            _token_descriptor(k),
+            tma_descriptor(delta.view(-1, HEAD_DIM), [CHUNK, HEAD_DIM]),
+            tma_descriptor(s.view(-1, HEAD_DIM), [HEAD_DIM, HEAD_DIM]),
+            gates,
+            norms,
+            table,
+            o,
+            p.T,
+            p.B * p.T,
+            p.H,
+            p.HV,
+            scale,
             FULL=table is None and p.T % CHUNK == 0,
             num_warps=4,
             enable_fp_fusion=True,

@@ -17,8 +17,8 @@ group's value heads in fp32:
 A program sums r_q·dq̂ and r_k·dk̂, since r_q·E·r_k and r_k·N·r_k are what `scores` has stored.
 K·S is not computed again: rowsum(dR∘(K·S)) = rowsum(K∘(dR·Sᵀ)). Nothing is added by several
 programs, so the same bits come out every time. The gradients are made by several kernels, since one
-would keep more tiles than there are registers. Those of the keys have another kernel on Hopper: see
-`hopper_kernels`.
+would keep more tiles than there are registers. The output and the gradients of the keys have other
+kernels on Hopper: see `hopper_kernels`.
 """
 
 from __future__ import annotations
@@ -368,6 +368,17 @@ def output(problem, q, k, states, solution, table, scale):
     s, delta, _ = states
     _, gates, norms = solution
     o = q.new_empty((p.B, p.T, p.HV, p.V))
+    tensors = q, k, delta, s, gates, norms, table
+    if hopper.applies(p, q, k):
+        hopper.kernels().output(p, *tensors, scale, o)
+    else:
+        write_output(p, *tensors, scale, o)
+    return o
+
+
+def write_output(problem, q, k, delta, s, gates, norms, table, scale, o):
+    """Write o by the kernel for every device."""
+    p = problem
     block_v, warps = _output_launch(p)
     _output[(p.chunks * p.HV * cdiv(p.V, block_v),)](
         q,
@@ -390,7 +401,6 @@ def output(problem, q, k, states, solution, table, scale):
         **p.constants,
         num_warps=warps,
     )
-    return o
 
 
 def gradients(
