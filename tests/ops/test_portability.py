@@ -281,9 +281,12 @@ TILES_OF_REGISTERS = {
     ("states._state_gradients", "gfx1201"): 64,
 }
 # The same in fp32, whose products take their operands from registers on Hopper, too. As a rule a
-# launch in bf16 is looked at. Of this kernel it is one of short sequences, and one in fp32: the
-# others in bf16 are of Hopper's own kernel.
-FP32_TILES_OF_REGISTERS = {("outputs._key_gradients", "sm_90"): 1712}
+# launch in bf16 is looked at. Of these kernels it is one of short sequences, and one in fp32: the
+# others in bf16 are of Hopper's own kernels.
+FP32_TILES_OF_REGISTERS = {
+    ("outputs._key_gradients", "sm_90"): 1712,
+    ("outputs._output", "sm_90"): 928,
+}
 # by version of Triton: the spills of a kernel on a target, of few bytes but for one very wide row
 KNOWN_SPILLS = {
     ("3", "6"): {
