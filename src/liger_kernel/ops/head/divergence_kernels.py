@@ -357,10 +357,7 @@ def _compare(
         if more_ptr is not None:
             inside &= c >= first
         x_block = x + (row + start) * stride_x
-        if GRADIENT:  # V is W, and what is outside is not stored
-            s = tl.load(x_block, mask=inside).to(tl.float32)
-        else:
-            s = tl.load(x_block, mask=inside & (c < V), other=-INF).to(tl.float32)
+        # before s, so that Triton brings z to the layout of s and does not compute in both
         z = load_teacher(
             y_ptr,
             stride_y,
@@ -377,6 +374,10 @@ def _compare(
             BLOCK_V,
             PER_LANE,
         )
+        if GRADIENT:  # V is W, and what is outside is not stored
+            s = tl.load(x_block, mask=inside).to(tl.float32)
+        else:
+            s = tl.load(x_block, mask=inside & (c < V), other=-INF).to(tl.float32)
         if not GRADIENT:
             if W > V:
                 s = tl.where(inside & (c >= V), 0.0, s)
