@@ -201,8 +201,17 @@ class _HeadSizes:
             tokens = max(self.whole_units(tokens), self.unit)
         return min(self.M, tokens)
 
-    def later_chunk(self, tokens, count):
-        """Return the tokens of each of ``count`` chunks for ``tokens`` tokens."""
+    def later_chunk(self, tokens, count, step=None):
+        """Return the tokens of each of ``count`` chunks for ``tokens`` tokens, or for a few more.
+
+        They are whole steps: units, or tiles of the matmuls where tokens are independent. With
+        8,192 tokens of 4,096 channels it is 6,144 + 2,048 then, not 6,208 + 1,984: dX has rounds
+        of 1,024 tokens, and one of 64 would read the whole weight.
+        """
+        step = step or (DW_TILE[0] if self.unit == 64 else self.unit)
+        rows = cdiv(tokens, step * count) * step
+        if rows * count < self.M:  # the first chunk keeps some
+            return rows
         return min(cdiv(tokens, self.unit * count) * self.unit, tokens)
 
     def room_within(self, memory):
@@ -244,10 +253,11 @@ class _HeadSizes:
             beyond = self.whole_units(beyond)
         first = self.first_chunk(self.dw_tokens + beyond)
         left = self.M - first
-        rows = self.later_chunk(left, count - 1)
-        if not self.finished_tokens and align(rows) <= room - self.wave_tokens:
-            first = self.M - (cdiv(left, rows) * rows if left else 0)  # later ones are equal
-            return Plan(first, rows, self.strip, self.wave if left else 0, *self.dtypes)
+        for step in None, self.unit:  # without room for whole tiles: whole units
+            rows = self.later_chunk(left, count - 1, step)
+            if not self.finished_tokens and align(rows) <= room - self.wave_tokens:
+                first = self.M - (cdiv(left, rows) * rows if left else 0)  # later ones are equal
+                return Plan(first, rows, self.strip, self.wave if left else 0, *self.dtypes)
         separate = False
         if left and self.finished_tokens:
             first = self.first_chunk(self.dw_tokens)
