@@ -103,13 +103,17 @@ def test_without_kernels(option, W, reference_only, monkeypatch):
 
 @pytest.mark.parametrize("divergence", [*DIVERGENCES, "kl_div"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_hard_loss_beside_every_divergence(divergence, temperature):
-    """Of logits alone; also beside kl_div's probabilities, which no public function asks for."""
+@pytest.mark.parametrize("T,V,split", [(9, 77, 0), (64, 192, 0), (64, 192, 64), (64, 192, 80)])
+def test_the_hard_loss_beside_every_divergence(divergence, temperature, T, V, split):
+    """Of logits alone; also beside kl_div's probabilities, which no public function asks for.
+
+    Of 64 tokens and multiples of 64 classes nothing is masked, in one part or in two.
+    """
     torch.manual_seed(0)
-    x = torch.randn(77, 9, device=DEVICE).t()
-    y = torch.randn(9, 77, device=DEVICE)
-    target = torch.randint(77, (9,), device=DEVICE)
-    target[torch.arange(9, device=DEVICE) % 3 == 1] = -100
+    x = torch.randn(V, T, device=DEVICE).t()
+    y = torch.randn(T, V, device=DEVICE)
+    target = torch.randint(V, (T,), device=DEVICE)
+    target[torch.arange(T, device=DEVICE) % 3 == 1] = -100
     beta = 0.5
     if divergence == "kl_div":
         beta = 1e-10
@@ -121,8 +125,9 @@ def test_the_hard_loss_beside_every_divergence(divergence, temperature):
     expected = divergences.soft_and_hard_sums(exact_x, y.double(), target, options, with_hard=True)
     (expected_dx,) = torch.autograd.grad(0.75 * expected[0] + 0.25 * expected[1], exact_x)
     norm = torch.ones((), device=DEVICE)
-    soft, hard = sums = torch.zeros(2, 9, device=DEVICE)
-    divergence_kernels.compute_divergence(x, y, target, norm, options, True, soft, hard)
+    soft, hard = sums = torch.zeros(2, T, device=DEVICE)
+    logits = (x[:, :split], x[:, split:]) if split else x
+    divergence_kernels.compute_divergence(logits, y, target, norm, options, True, soft, hard)
     torch.testing.assert_close(sums.sum(1).double(), torch.stack(expected), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(x.double(), expected_dx, rtol=1e-5, atol=1e-6)
 

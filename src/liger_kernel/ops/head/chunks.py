@@ -339,9 +339,12 @@ class HeadBuffers:
         if stride > row and plan.grad_dtype == accum and not plan.separate_logits:
             self.strip = max(min(plan.strip, V * row // (row + stride)), 1)
             enough = max(V - (V - self.strip) * row // stride, cdiv(self.strip * stride, row))
-            self.split = min(enough, V)
+            size = max(min(enough, V) * stride, sums + later)
+            # where there is room, a multiple of what the divergences' kernels read at a time
+            aligned = align(enough)
+            self.split = min(aligned if aligned * stride <= size else enough, V)
             self.dw_buffer = h.new_empty(V * row, dtype=dtype)
-            self.logits_buffer = h.new_empty(max(self.split * stride, sums + later), dtype=dtype)
+            self.logits_buffer = h.new_empty(size, dtype=dtype)
             sums_buffer, sums_start = self.logits_buffer, 0
         else:
             behind = 0 if plan.separate_logits else later

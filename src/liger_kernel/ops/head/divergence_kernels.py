@@ -25,6 +25,7 @@ from liger_kernel.core.kernel import kernel
 from liger_kernel.core.tile import INF, cdiv, exp, log, next_power_of_2, split_vocab, tl, triton
 from liger_kernel.ops.head import divergences
 from liger_kernel.ops.head.divergence_strips import (
+    STRIP_ALIGNMENT,
     STRIP_SIZE,
     lane_block,
     load_log_sum,
@@ -74,12 +75,14 @@ def _statistics(
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PER_LANE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Compute the statistics of strip_size classes of BLOCK_T tokens: one program.
 
     Slots: max z_s and Σ exp((z_s - max)/T), likewise of z_t (or Σ z_s², Σ z_t², Σ z_s·z_t for
     COSINE, or Σ p and Σ p·log max(p, beta) in place of z_t's for KL_DIV); with HARD_STATS also
-    max z_s and Σ exp(z_s - max).
+    max z_s and Σ exp(z_s - max). FULL: every iteration has as many classes and tokens as it can
+    have, so nothing is masked.
     """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     x_ptr, first, begin, end = program_strip(x_ptr, more_ptr, split, W, strip_size)
@@ -105,7 +108,11 @@ def _statistics(
         inside = (c < end) & (t < T)[None, :]
         if more_ptr is not None:
             inside &= c >= first
-        s = tl.load(x + (row + start) * stride_x, mask=inside & (c < V), other=EMPTY).to(tl.float32)
+        in_vocab = inside & (c < V)
+        if FULL:
+            inside = tl.full((PER_LANE, BLOCK_V * BLOCK_T), True, tl.int1)
+            in_vocab = inside
+        s = tl.load(x + (row + start) * stride_x, mask=in_vocab, other=EMPTY).to(tl.float32)
         z = load_teacher(
             y_ptr,
             stride_y,
@@ -121,12 +128,13 @@ def _statistics(
             BLOCK_T,
             BLOCK_V,
             PER_LANE,
+            FULL,
         )
         if COSINE:
             ss += tl.sum(s * s, axis=0)
             tt += tl.sum(z * z, axis=0)
             st += tl.sum(s * z, axis=0)
-            s = tl.where(inside & (c < V), s, -INF)
+            s = tl.where(in_vocab, s, -INF)
         else:
             top_q, sum_q = update_log_sum(top_q, sum_q, s, scale, EXACT)
             if KL_DIV:
@@ -279,12 +287,14 @@ def _compare(
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PER_LANE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Sum D, G and q over strip_size classes of BLOCK_T tokens: one program.
 
     With ENTROPY also q·log q, in a fourth sum. With GRADIENT it overwrites the student's logits
     with their gradient instead. With KL_DIV, ΣG is known before, and it does both: the sum is
-    Σ p·(max - z_s)/T. Q_IS_SOFTMAX: softmax(z_s), which the gradient of CE needs, is q.
+    Σ p·(max - z_s)/T. Q_IS_SOFTMAX: softmax(z_s), which the gradient of CE needs, is q. FULL: as
+    in `_statistics`.
     """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_range = tokens < T
@@ -356,6 +366,10 @@ def _compare(
         inside = (c < end) & (t < T)[None, :]
         if more_ptr is not None:
             inside &= c >= first
+        in_vocab = inside & (c < V)
+        if FULL:
+            inside = tl.full((PER_LANE, BLOCK_V * BLOCK_T), True, tl.int1)
+            in_vocab = inside
         x_block = x + (row + start) * stride_x
         # before s, so that Triton brings z to the layout of s and does not compute in both
         z = load_teacher(
@@ -373,11 +387,12 @@ def _compare(
             BLOCK_T,
             BLOCK_V,
             PER_LANE,
+            FULL,
         )
         if GRADIENT:  # V is W, and what is outside is not stored
             s = tl.load(x_block, mask=inside).to(tl.float32)
         else:
-            s = tl.load(x_block, mask=inside & (c < V), other=-INF).to(tl.float32)
+            s = tl.load(x_block, mask=in_vocab, other=-INF).to(tl.float32)
         if not GRADIENT:
             if W > V:
                 s = tl.where(inside & (c >= V), 0.0, s)
@@ -431,20 +446,25 @@ PER_LANE_SUMS = 1
 PER_LANE_GRADIENT = 2
 
 
-def _launch(x, per_lane, contiguous_y):
+def _launch(x, split, V, W, per_lane, contiguous_y):
     """Choose the tokens of a program that reads both logits, and its launch.
 
     A warp has 256 neighbouring logits, so that warps exchange nothing before the end.
 
     Instructions of an element in the compiled loop, bf16 on sm_90, Triton 3.6, with 1, 2 and 4
     classes of a lane in an iteration: `_statistics` of two heads 30, 23, 19; `_compare` of jsd 41,
-    40, 39, with the gradient 41, 40, 38.
+    40, 39, with the gradient 41, 40, 38. Of kl_div with p along classes, FULL or not: 29 and 34,
+    with the gradient 18 and 23.
     """
-    tokens = min(next_power_of_2(x.shape[0]), 64)
+    T = x.shape[0]
+    tokens = min(next_power_of_2(T), 64)
+    per_lane = max(per_lane, 2) if contiguous_y else per_lane
+    classes = max(per_lane * 1024 // tokens, STRIP_ALIGNMENT.value)
     return tokens, dict(
         BLOCK_T=tokens,
         BLOCK_V=1024 // tokens,
-        PER_LANE=max(per_lane, 2) if contiguous_y else per_lane,
+        PER_LANE=per_lane,
+        FULL=T % tokens == 0 and V == W and all(n % classes == 0 for n in (split, W, STRIP_SIZE)),
         num_warps=devices.limit_warps(4, x),
     )
 
@@ -497,7 +517,7 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard, entrop
     stats = torch.empty((NUM_STATISTICS, T), dtype=torch.float32, device=x.device)
 
     per_lane = 2 if contiguous_y else PER_LANE_STATISTICS
-    tokens, launch = _launch(x, per_lane, contiguous_y)
+    tokens, launch = _launch(x, split, V, W, per_lane, contiguous_y)
     _statistics[(cdiv(T, tokens), strips)](
         x,
         more,
@@ -547,7 +567,7 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard, entrop
 
     def compare(sums, gradient, W):
         per_lane = PER_LANE_GRADIENT if gradient else PER_LANE_SUMS
-        tokens, launch = _launch(x, per_lane, contiguous_y)
+        tokens, launch = _launch(x, split, V, W, per_lane, contiguous_y)
         if kl_div and gradient and contiguous_y and hard is None:
             launch |= _kl_gradient_registers(x, y)
         _compare[(cdiv(T, tokens), num_strips(split, W))](

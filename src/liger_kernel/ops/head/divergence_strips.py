@@ -78,10 +78,11 @@ def load_teacher(
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PER_LANE: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Load y (PER_LANE, lanes) of the classes from begin + start on.
 
-    Others get ``fill``, or anything if it is None.
+    Others get ``fill``, or anything if it is None. With FULL there are no others.
 
     If the classes of a token are contiguous (CONTIGUOUS_Y), a warp reads along these, and what is
     beyond ``end`` is loaded all the same: W may be known to be a multiple of 16, and then a load is
@@ -94,9 +95,9 @@ def load_teacher(
         j = tl.arange(0, BLOCK_T)[None, :]
         c = begin + start + i
         t = tl.program_id(0) * BLOCK_T + j
-        y = tl.load(y + (i * stride_v + j * stride_t), mask=(c < W) & (t < T))
+        y = tl.load(y + (i * stride_v + j * stride_t), mask=None if FULL else (c < W) & (t < T))
         y = tl.reshape(y, (PER_LANE, BLOCK_V * BLOCK_T)).to(tl.float32)
-        if fill is not None:
+        if fill is not None and not FULL:
             i, t = lane_block(BLOCK_T, BLOCK_V, PER_LANE)
             c = begin + start + i
             y = tl.where((c >= first) & (c < end) & (t[None, :] < T), y, fill)
@@ -105,6 +106,8 @@ def load_teacher(
         c = begin + start + i
         j = tl.arange(0, BLOCK_V * BLOCK_T) % BLOCK_T
         inside = (c >= first) & (c < end) & (t[None, :] < T)
+        if FULL:
+            inside = tl.full((PER_LANE, BLOCK_V * BLOCK_T), True, tl.int1)
         y = tl.load(y + (i * stride_v + j[None, :] * stride_t), mask=inside, other=fill)
         y = y.to(tl.float32)
     return y
