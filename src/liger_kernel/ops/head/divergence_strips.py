@@ -82,7 +82,7 @@ def load_teacher(
 ):
     """Load y (PER_LANE, lanes) of the classes from begin + start on.
 
-    Others get ``fill``, or anything if it is None. With FULL there are no others.
+    Others get ``fill``, or anything if it is None. With FULL, beside CONTIGUOUS_Y, none are.
 
     If the classes of a token are contiguous (CONTIGUOUS_Y), a warp reads along these, and what is
     beyond ``end`` is loaded all the same: W may be known to be a multiple of 16, and then a load is
@@ -106,8 +106,6 @@ def load_teacher(
         c = begin + start + i
         j = tl.arange(0, BLOCK_V * BLOCK_T) % BLOCK_T
         inside = (c >= first) & (c < end) & (t[None, :] < T)
-        if FULL:
-            inside = tl.full((PER_LANE, BLOCK_V * BLOCK_T), True, tl.int1)
         y = tl.load(y + (i * stride_v + j[None, :] * stride_t), mask=inside, other=fill)
         y = y.to(tl.float32)
     return y
