@@ -68,7 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--case-limit", type=float, default=60, help="seconds for one answer (60)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are complete")
-    parser.add_argument("--out", help="JSON file (bench/results/tritons_3.9.json)")
+    parser.add_argument("--out", help="JSON file (bench/results/tritons_3_9.json)")
     return parser.parse_args(argv)
 
 
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
 
     workers, described = start(args, time_left())
     _, other = workers
-    kind = "tritons_" + ".".join(other.split(".")[:2])
+    kind = "tritons_" + "_".join(other.split(".")[:2])
     settings = {"machine": described, "versions": [*workers], "dtype": "bfloat16"}
     earlier = machine.resumed(kind, settings, args.out) if args.resume else None
     data = settings | {"rows": []}

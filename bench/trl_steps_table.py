@@ -45,7 +45,8 @@ def ratio(contestants: dict) -> str:
 
 
 def longest_cell(tried: dict | None) -> str:
-    """Return the longest sequence that fitted, its step and its peak."""
+    """Return the longest sequence that fitted, its step and its peak: "at least" that one if
+    nothing longer was tried."""
     if not tried:
         return MISSING
     if "error" in tried:
@@ -55,7 +56,9 @@ def longest_cell(tried: dict | None) -> str:
         return f"less than {min(map(int, tried)):,}"
     figures = tried[str(sequence)]
     seconds = figures["steps_ms"][-1] / 1e3
-    return f"{sequence:,} ({seconds:.1f} s, {figures['peak_bytes'] / 1e9:.1f} GB)"
+    fails = any("error" in other for other in tried.values())
+    least = "" if fails else "at least "
+    return f"{least}{sequence:,} ({seconds:.1f} s, {figures['peak_bytes'] / 1e9:.1f} GB)"
 
 
 def longest_that_fits(tried: dict[str, dict]) -> int | None:
@@ -112,7 +115,7 @@ def trl_steps(data: dict) -> str:
         model = data["longest"][0]["spec"]["model"]
         parts += [
             f"The longest rows of {model} in {memory * 1e9 / 2**30:.1f} GiB, all layers with full "
-            "attention, tokens (step, peak):",
+            "attention, at most twice what TRL's documentation has: tokens (step, peak):",
             table(["trainer", "TRL's documentation", *NAMES.values()], rows),
         ]
     for entry in data["entropy"]:

@@ -87,7 +87,7 @@ def test_doctor_says_what_it_was_tested_with(answer, monkeypatch, examined):
     text = " ".join(out.split())
     for name, minors in TESTED.items():
         assert f"{name} {join_words(minors)}" in text
-    ran = "with torch 2.11, triton 3.6 and 3.9, transformers 5.17, not in every pair"
+    ran = "with torch 2.11, triton 3.6, 3.7 and 3.9, transformers 5.17, not in every pair"
     assert f"run on H100 and H200 {ran}" in text
     long = [line for line in out.splitlines() if len(line) > 40]
     assert all(len(line.split()) == 1 for line in long), "only a word can be too long"
@@ -163,9 +163,9 @@ def test_doctor_tells_what_ran_on_gpus_from_what_did_not(doctor_with):
     assert notes(OLDEST | {"triton": "3.9.0"}) == []
     (note,) = notes(OLDEST | {"triton": "3.8.0"})
     assert note == (
-        "The tests pass with triton 3.8.0 on CPUs; on GPUs they ran with torch 2.11, triton 3.6 "
-        "and 3.9 and transformers 5.17. Here each kernel above gave what PyTorch gives: nothing to "
-        "do."
+        "The tests pass with triton 3.8.0 on CPUs; on GPUs they ran with torch 2.11, triton 3.6, "
+        "3.7 and 3.9 and transformers 5.17. Here each kernel above gave what PyTorch gives: nothing "
+        "to do."
     )
     (note,) = notes(OLDEST | {"triton": "3.8.0", "torch": "2.13.0+cu130"}, works=False)
     assert "with torch 2.13.0+cu130 and triton 3.8.0 on CPUs" in note

@@ -40,7 +40,7 @@ from liger_kernel.ops.head.planning import cast_classes
 
 HOPPER_VARIABLE = "LIGER_KERNEL_HOPPER"  # 0: these kernels are not taken. Read once
 # Gluon is experimental: the versions of Triton with which these kernels passed their tests on a GPU
-TRITON_VERSIONS = (("3", "6"), ("3", "9"))
+TRITON_VERSIONS = (("3", "6"), ("3", "7"), ("3", "9"))
 # tokens and classes: tiles for each multiprocessor, and time that is worth the launches
 MIN_SIZES = (1024, 8192)
 MAX_CLASSES = 2**19  # their strips are what one program of `merge_kernel` can take
