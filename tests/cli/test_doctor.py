@@ -164,8 +164,8 @@ def test_doctor_tells_what_ran_on_gpus_from_what_did_not(doctor_with):
     (note,) = notes(OLDEST | {"triton": "3.8.0"})
     assert note == (
         "The tests pass with triton 3.8.0 on CPUs; on GPUs they ran with torch 2.11, triton 3.6, "
-        "3.7 and 3.9 and transformers 5.17. Here each kernel above gave what PyTorch gives: nothing "
-        "to do."
+        "3.7 and 3.9 and transformers 5.17. Here each kernel above gave what PyTorch gives: "
+        "nothing to do."
     )
     (note,) = notes(OLDEST | {"triton": "3.8.0", "torch": "2.13.0+cu130"}, works=False)
     assert "with torch 2.13.0+cu130 and triton 3.8.0 on CPUs" in note
