@@ -115,7 +115,8 @@ def trl_steps(data: dict) -> str:
         model = data["longest"][0]["spec"]["model"]
         parts += [
             f"The longest rows of {model} in {memory * 1e9 / 2**30:.1f} GiB, all layers with full "
-            "attention, at most twice what TRL's documentation has: tokens (step, peak):",
+            "attention, at most twice what TRL's documentation has: tokens (their first step, "
+            "peak):",
             table(["trainer", "TRL's documentation", *NAMES.values()], rows),
         ]
     for entry in data["entropy"]:

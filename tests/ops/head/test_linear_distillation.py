@@ -132,6 +132,38 @@ def test_the_hard_loss_beside_every_divergence(divergence, temperature, T, V, sp
     torch.testing.assert_close(x.double(), expected_dx, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("split", [0, 64])
+def test_kl_div_in_128_registers(split, monkeypatch):
+    """Hopper's launch, whose gradient is right to a rounding of bf16."""
+    monkeypatch.setattr(divergence_kernels.devices, "arch", lambda x: "sm_90")
+    launches = []
+    choose = divergence_kernels._in_128_registers
+    monkeypatch.setattr(
+        divergence_kernels,
+        "_in_128_registers",
+        lambda *args: launches.append(choose(*args)) or launches[-1],
+    )
+    torch.manual_seed(0)
+    x = torch.randn(192, 128, device=DEVICE, dtype=B16).t()
+    y = torch.randn(128, 192, device=DEVICE).softmax(-1).to(B16)
+    target = torch.arange(128, device=DEVICE) % 3 - 1
+    options = divergences.DistillationOptions(
+        "kl_div", 1e-10, weight_hard=0.0, weight_soft=1.0, ignore_index=-1
+    )
+    exact_x = x.double().requires_grad_()
+    expected, _ = divergences.soft_and_hard_sums(
+        exact_x, y.double(), target, options, with_hard=True
+    )
+    (expected_dx,) = torch.autograd.grad(expected, exact_x)
+    norm = torch.ones((), device=DEVICE)
+    soft = torch.zeros(128, device=DEVICE)
+    logits = (x[:, :split], x[:, split:]) if split else x
+    divergence_kernels.compute_divergence(logits, y, target, norm, options, True, soft, None)
+    assert [launch["PER_LANE"] for launch in launches] == [4, 4]
+    torch.testing.assert_close(soft.sum().double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.double(), expected_dx, rtol=2**-8, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [F32, F16])
 def test_kl_div_of_classes_without_probability(dtype):
     """Where the student's logit is -inf, a probability of 0 adds nothing, and another one inf."""

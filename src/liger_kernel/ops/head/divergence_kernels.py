@@ -472,12 +472,12 @@ def _launch(x, split, V, W, per_lane, contiguous_y):
     )
 
 
-def _with_few_registers(launch, x, y):
+def _in_128_registers(launch, x, y):
     """Return the launch with 4 classes of a lane in 128 registers, if nothing is masked.
 
     For kl_div without the hard loss, 6,144 x 128,256, bf16 (H200, Triton 3.6, 2026-11-29):
-    `_statistics` takes 1.08 ms instead of 1.25, `_compare` with the gradient 1.48 instead of 2.05.
-    Masks and fp32 would need more registers than that.
+    `_statistics` takes 1.08 ms instead of 1.25, `_compare` with the gradient, which spills 16
+    bytes, 1.48 instead of 2.05. With masks or in fp32 much more would be spilled.
     """
     is_full = launch["FULL"] and launch["BLOCK_T"] == 64
     if is_full and devices.arch(x) == "sm_90" and x.element_size() == y.element_size() == 2:
@@ -522,9 +522,9 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard, entrop
 
     per_lane = 2 if contiguous_y else PER_LANE_STATISTICS
     tokens, launch = _launch(x, split, V, W, per_lane, contiguous_y)
-    has_few_values = kl_div and contiguous_y and hard is None
-    if has_few_values:
-        launch = _with_few_registers(launch, x, y)
+    is_plain_kl_div = kl_div and contiguous_y and hard is None
+    if is_plain_kl_div:
+        launch = _in_128_registers(launch, x, y)
     _statistics[(cdiv(T, tokens), strips)](
         x,
         more,
@@ -572,12 +572,12 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard, entrop
         num_warps=4,
     )
 
-    def compare(sums, gradient, W):
+    def compare(sums, gradient, classes):
         per_lane = PER_LANE_GRADIENT if gradient else PER_LANE_SUMS
-        tokens, launch = _launch(x, split, V, W, per_lane, contiguous_y)
-        if has_few_values and gradient:
-            launch = _with_few_registers(launch, x, y)
-        _compare[(cdiv(T, tokens), num_strips(split, W))](
+        tokens, launch = _launch(x, split, V, classes, per_lane, contiguous_y)
+        if is_plain_kl_div and gradient:
+            launch = _in_128_registers(launch, x, y)
+        _compare[(cdiv(T, tokens), num_strips(split, classes))](
             x,
             more,
             split,
@@ -589,7 +589,7 @@ def compute_divergence(x, y, target, norm, options, gradient, soft, hard, entrop
             *strides,
             T,
             V,
-            W,
+            classes,
             STRIP_SIZE,
             options.ignore_index,
             scale,

@@ -172,6 +172,9 @@ class _HeadSizes:
         self.strip_tokens = cdiv(self.strip * self.dw_tokens, max(V, 1))
         in_16_bits = accum.itemsize == dtype.itemsize == 2
         self.wave = min(wave_classes(0, H, processors, 2), V) if in_16_bits else 0
+        # later chunks are whole tiles of the matmuls where that takes no more memory
+        in_tiles = in_16_bits and unit == 64 and M % DW_TILE[0] == 0
+        self.step = DW_TILE[0] if in_tiles else unit
         self.wave_tokens = cdiv(self.wave * H * 4, self.token_bytes)  # room for a wave in fp32
         # room in the finished dW, where it has a buffer of its own
         self.finished_tokens = 0
@@ -204,13 +207,12 @@ class _HeadSizes:
     def later_chunk(self, tokens, count, step=None):
         """Return the tokens of each of ``count`` chunks for ``tokens`` tokens, or for a few more.
 
-        They are whole steps: units, or tiles of the matmuls where tokens are independent. With
-        8,192 tokens of 4,096 channels it is 6,144 + 2,048 then, not 6,208 + 1,984: dX has rounds
-        of 1,024 tokens, and one of 64 would read the whole weight.
+        8,192 tokens of 4,096 channels are 6,144 + 2,048 in whole tiles, 6,208 + 1,984 in units: dX
+        has rounds of 1,024 tokens, and one of 64 would read the whole weight.
         """
-        step = step or (DW_TILE[0] if self.unit == 64 else self.unit)
+        step = step or self.step
         rows = cdiv(tokens, step * count) * step
-        if rows * count < self.M:  # the first chunk keeps some
+        if step != self.unit and rows * count < self.M:  # the first chunk keeps some
             return rows
         return min(cdiv(tokens, self.unit * count) * self.unit, tokens)
 
@@ -253,7 +255,7 @@ class _HeadSizes:
             beyond = self.whole_units(beyond)
         first = self.first_chunk(self.dw_tokens + beyond)
         left = self.M - first
-        for step in None, self.unit:  # without room for whole tiles: whole units
+        for step in self.step, self.unit:  # without room for whole tiles: whole units
             rows = self.later_chunk(left, count - 1, step)
             if not self.finished_tokens and align(rows) <= room - self.wave_tokens:
                 first = self.M - (cdiv(left, rows) * rows if left else 0)  # later ones are equal
