@@ -4,8 +4,8 @@
 
 DIR holds the other one (``pip install --no-deps --target DIR triton==3.9.0``). Each version has a
 process of its own, in which a `Case` is timed as `bench.ops` does it, with the same inputs. Results
-are saved after each row, a file for each version in DIR; ``--resume`` goes on with what the file
-lacks."""
+are saved after each row, without ``--out`` in a file for each version in DIR; ``--resume`` goes on
+with what the file lacks."""
 
 from __future__ import annotations
 

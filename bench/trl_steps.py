@@ -40,7 +40,7 @@ STEPS = {
     "DPO 8B": dict(trainer="DPO", sequence=2048, rows=2, **ON_8B),
     "GRPO 8B": dict(trainer="GRPO", sequence=1024, rows=4, **ON_8B),
 }
-# the sequence is that of TRL's documentation
+# each row's sequence is that of TRL's documentation, around which the longest is searched
 LONGEST = {
     name: dict(trainer=trainer, sequence=DOCUMENTED[name], rows=rows)
     for name, trainer, rows in (
