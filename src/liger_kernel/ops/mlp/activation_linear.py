@@ -109,7 +109,7 @@ class LigerGLULinearFunction(Function):
         return da if need_da else None, db if need_db else None, dw, dbias, None, None
 
 
-def _activation(a, b, act, gate_multiplier):
+def activation(a, b, act, gate_multiplier=1.0):
     """Compute act(gate_multiplier·a)·b.
 
     It is computed in plain PyTorch if a tensor is of a subclass (such as DTensor) or the dtypes
@@ -171,7 +171,7 @@ def check_layer(name, a, b, weight, bias):
 
 def _activation_linear(a, b, weight, bias, act, gate_multiplier=1.0):
     if not can_fuse_tensors(a, b, weight, bias):
-        return F.linear(_activation(a, b, act, gate_multiplier), weight, bias)
+        return F.linear(activation(a, b, act, gate_multiplier), weight, bias)
     return LigerGLULinearFunction.call(a, b, weight, bias, act, gate_multiplier)
 
 
@@ -294,9 +294,11 @@ def gated_linear(a, b, act, linear, gate_multiplier=1.0):
 
     Without a gate b is None. ``act`` is one of `GATED_ACTIVATIONS`, or of `ACTIVATIONS` without b.
     """
-    if not can_fuse(a, b, linear):
-        return linear(_activation(a, b, act, gate_multiplier))
-    return LigerGLULinearFunction.call(a, b, linear.weight, linear.bias, act, gate_multiplier)
+    if can_fuse(a, b, linear):
+        return LigerGLULinearFunction.call(a, b, linear.weight, linear.bias, act, gate_multiplier)
+    y = activation(a, b, act, gate_multiplier)
+    del a, b  # without gradients, these may be the last references
+    return linear(y)
 
 
 def _glu_inputs(M, F, H):

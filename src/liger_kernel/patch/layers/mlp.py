@@ -115,8 +115,14 @@ class GatedMLP(GatedActivation):
                 else:
                     a, b = gate(x), up(x)
             if isinstance(mlp.act, ClampedSwiGLU):
-                return down(mlp.act(a, b))
-            return activation_linear.gated_linear(a, b, mlp.act, down)
+                y = mlp.act(a, b)
+            elif activation_linear.can_fuse(a, b, down):
+                fused = activation_linear.LigerGLULinearFunction
+                return fused.call(a, b, down.weight, down.bias, mlp.act)
+            else:
+                y = activation_linear.activation(a, b, mlp.act)
+            del a, b  # without gradients, nobody needs them while down runs
+            return down(y)
 
         return {"forward": forward}
 
