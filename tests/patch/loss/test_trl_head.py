@@ -336,6 +336,28 @@ def test_backward_twice(learnt):
         torch.autograd.grad(loss, leaves)
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("name", ["sum", "sequences", "an entropy bonus"])
+def test_tensors_that_are_kept_elsewhere(name, frozen, learnt):
+    """As by TRL's ``activation_offloading``: the gradient of the weight is none of them."""
+    inputs, exact = tensors(frozen=frozen), tensors(F64, frozen=frozen)
+    weights = []
+
+    def pack(tensor):
+        if tensor.shape == inputs[1].shape:
+            weights.append(tensor.data_ptr())
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = call_head(*inputs)
+    assert weights == [inputs[1].data_ptr()]
+    LOSSES[name](*outputs[:2]).backward()
+    LOSSES[name](*textbook(*exact)[:2]).backward()
+    for x, y in zip(inputs[:3], exact[:3], strict=True):
+        if x.requires_grad:
+            torch.testing.assert_close(x.grad, y.grad.float(), rtol=1e-4, atol=1e-5)
+
+
 def test_some_of_the_gradients(learnt):
     inputs = tensors()
     whole = torch.autograd.grad(LOSSES["sum"](*call_head(*inputs)[:2]), inputs[:3])

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import tiny
@@ -115,6 +116,18 @@ def test_twice_is_once():
     assert trl._ChunkedLogProbFunction.original is ORIGINAL
     revert(tiny.model("llama"))  # of another model: the process has asked for it
     assert is_in()
+
+
+def test_without_trl(monkeypatch):
+    monkeypatch.setitem(sys.modules, trl_head.MODULE, None)
+    with pytest.raises(ImportError, match="TRL cannot be imported .*: pip install trl"):
+        apply_liger_kernel_to_trl()
+    monkeypatch.undo()
+    revert("trl")
+    monkeypatch.delitem(sys.modules, trl_head.MODULE)  # installed, and not imported
+    model = tiny.model("llama").to(DEVICE)
+    assert apply_liger_kernel(model).of(trl_head.NAME) == 0
+    assert trl_head.MODULE not in sys.modules and not trl_head._owners
 
 
 def assert_as_trl(make_model, batch):

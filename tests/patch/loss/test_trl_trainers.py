@@ -143,6 +143,39 @@ def test_sft(both, policy):
     assert products == [1, 3] + 5 * [3]
 
 
+def test_sft_with_checkpoints(both, policy):
+    products = both(
+        trl.SFTTrainer,
+        trl.SFTConfig,
+        trl_tiny.chats(),
+        policy,
+        gradient_checkpointing=True,
+        **SFT,
+    )
+    assert products == [1, 3] + 5 * [3]
+
+
+def test_sft_in_a_graph(both, policy):
+    """There nothing is known of earlier steps: four products in each."""
+    torch._dynamo.reset()
+    arguments = dict(torch_compile=True, torch_compile_backend="eager")
+    both(trl.SFTTrainer, trl.SFTConfig, trl_tiny.chats(), policy, **arguments, **SFT)
+    assert not unit_gradients._histories
+
+
+def test_sft_of_the_head_alone(both, policy):
+    """The hidden states need no gradient: products of the first backward, and none later."""
+
+    def model():
+        model = AutoModelForCausalLM.from_pretrained(policy)
+        model.requires_grad_(False)
+        model.lm_head.weight.requires_grad_(True)
+        return model
+
+    products = both(trl.SFTTrainer, trl.SFTConfig, trl_tiny.chats(), model, **SFT)
+    assert products == [2]  # those of forward are counted for hidden states that need one
+
+
 def test_sft_dft(both, policy):
     products = both(trl.SFTTrainer, trl.SFTConfig, trl_tiny.chats(), policy, loss_type="dft", **SFT)
     assert products == 6 * [1, 3]
@@ -201,6 +234,14 @@ def test_kto(both, policy):
 def test_policies(name, both, policy):
     trainer, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     both(trainer, config, trl_tiny.prompts(), policy, **GRPO)
+
+
+def test_grpo_with_a_head_in_fp32(both, policy):
+    """Of a model in bf16. TRL makes the weight fp32, too, and switches autocast off around it."""
+    arguments = GRPO | dict(
+        cast_lm_head_to_fp32=True, bf16=True, model_init_kwargs=dict(dtype="bfloat16")
+    )
+    both(trl.GRPOTrainer, trl.GRPOConfig, trl_tiny.prompts(), policy, **arguments)
 
 
 def test_grpo_lora_with_an_entropy_bonus(both, policy):
