@@ -7,7 +7,7 @@ from live_bytes import counted_tensors, peak_bytes
 
 from liger_kernel.core import devices
 from liger_kernel.ops.head import planning
-from liger_kernel.ops.head.chunks import plan_for
+from liger_kernel.ops.head.chunks import plan_for, planned_bytes
 from liger_kernel.ops.head.linear_head import HeadOptions
 from liger_kernel.ops.head.logits import TokenOptions
 from liger_kernel.ops.head.unit_gradients import GradientHistory, are_worthwhile
@@ -120,6 +120,50 @@ def test_auto_where_it_takes_less():
     memory = trl_head.memory_for(call)
     plan = plan_for(call.hidden, call.weight, B16, None, memory, True)
     assert plan.accum_dtype == F32 and 1024 <= plan.rows <= 2048
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
+def test_in_a_graph(shape, dtypes, use, monkeypatch):
+    """Where nothing is known of earlier steps, nor of the number of tokens."""
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+
+    def in_a_graph(*args):
+        call = HeadCall(*args)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            memory = trl_head.memory_for(call)
+        monkeypatch.setattr(trl_head, "memory_for", lambda call: memory)
+        return trl_head.compute(call)
+
+    if DEVICE == "cpu":  # as on a GPU
+        monkeypatch.setattr(kernels, "_use_triton", lambda device: True)
+        monkeypatch.setattr(kernels, "_addmm_fp32", lambda total, a, b: None)
+    with counted_tensors(monkeypatch):
+        theirs, ours = (
+            taken_by(compute, shape, DTYPES[dtypes], **USES[use])
+            for compute in (kernels.ChunkedLogProbFunction.apply, in_a_graph)
+        )
+    assert ours <= theirs + 2**20  # numbers of each token, and an allocator's rounding
+
+
+@pytest.mark.parametrize("V", [32000, 128256, 151936, 262144])
+def test_auto_in_a_graph(V, monkeypatch):
+    """By the ratio of classes to channels alone, "auto" is no more than TRL's for many tokens."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    budgets = []
+    for H in (512, 1152, 2048, 3072, 4096, 8192):
+        call = head_call(trl_head.TILE_TOKENS, H, V)
+        budgets.append(trl_head.memory_for(call))
+        if budgets[-1] == -1:
+            limit = 2 * trl_head.TILE_TOKENS * trl_head.TILE_CLASSES + 4 * V * H
+            for N in (4096, 16384, 65536, 2**18):
+                hidden = torch.empty(N, H, device="meta", dtype=B16)
+                plan = plan_for(hidden, call.weight, B16, None, -1, True)
+                taken = planned_bytes(hidden, call.weight, B16, plan)
+                assert taken <= limit + 4 * hidden.numel()
+    assert -1 in budgets
 
 
 def test_the_users_budget_wins(monkeypatch):

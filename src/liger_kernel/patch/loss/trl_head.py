@@ -53,6 +53,8 @@ FUNCTION = "_ChunkedLogProbFunction"
 FORWARD_SWITCH = "fused_lm_head"  # the argument by which TRL's forward is told
 OUTPUTS = "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"  # beside the log-probabilities
 TILE_TOKENS, TILE_CLASSES = 4096, 32768  # of TRL's logits
+# up to here "auto" takes less than TRL for any number of tokens, where head and logits have 16 bits
+MAX_CLASSES_PER_CHANNEL = 45
 # in the words of a report
 NAME = "TRL's ChunkedLogProbFunction"
 KERNEL = "linear_token_loss"
@@ -129,26 +131,34 @@ def memory_for(call: HeadCall) -> int:
     No more than TRL's, whose memory is known: tiles of 4096 tokens and 32768 classes; gradients in
     fp32, which are copied in the end if the model's have 16 bits; and of a weight in another dtype
     than the logits a copy of a tile's classes. "auto" takes more where there are many times more
-    classes than channels. The logits of `MIN_CHUNK_TOKENS` tokens may take more all the same.
+    classes than channels. The logits of `MIN_CHUNK_TOKENS` tokens may take more all the same. A
+    graph of torch.compile has what TRL takes for a tile of tokens or more.
     """
     memory = parse_memory("auto")
     hidden, weight, bias = call[:3]
-    if memory >= 0 or torch.compiler.is_compiling():
+    if memory >= 0:
         return memory
     (N, H), V = hidden.shape, len(weight)
+    in_graph = torch.compiler.is_compiling()
+    if in_graph:
+        N = TILE_TOKENS  # the graph's own number may change from call to call
     dtypes = call.dtype, weight.dtype
     limit = min(N, TILE_TOKENS) * TILE_CLASSES * call.dtype.itemsize
     if weight.dtype != call.dtype:
         limit += min(V, TILE_CLASSES) * H * call.dtype.itemsize
     trains = [x is not None and x.requires_grad for x in (hidden, weight, bias)]
     if torch.is_grad_enabled() and any(trains) and hidden.dtype.itemsize < 4:
-        limit += 4 * hidden.numel()
+        limit += 4 * N * H
     if not torch.is_grad_enabled() or not weight.requires_grad:
         # tokens that keep the matrix units busy
         enough = CHUNK_TOKENS * V * call.dtype.itemsize
         return min(limit, enough + cast_bytes(N, H, V, *dtypes, limit))
     if weight.dtype.itemsize < 4:
         limit += 4 * weight.numel()
+    if in_graph:
+        in_16_bits = call.dtype == weight.dtype != torch.float32
+        takes_less = in_16_bits and V <= MAX_CLASSES_PER_CHANNEL * H
+        return memory if takes_less else limit
     plan = plan_for(hidden, weight, call.dtype, None, memory, True)
     taken = planned_bytes(hidden, weight, call.dtype, plan) + cast_bytes(N, H, V, *dtypes, memory)
     return memory if taken <= limit else limit
