@@ -229,6 +229,19 @@ def test_heads_of_other_sizes(size, calls):
     assert {name for name, _ in calls} == {CONVOLUTION}
 
 
+def test_a_wider_convolution(calls):
+    """The report says so: no call of it would take ours."""
+    config = zoo.config("qwen3_5_text")
+    config.linear_conv_kernel_dim = 9
+    reference = zoo.random_model(zoo.model_class("qwen3_5_text"), config)
+    patched = copy.deepcopy(reference)
+    report = liger.apply_liger_kernel(patched)
+    assert reasons(report) == [f"{CONV}: it is 9 tokens wide, the kernels take 2 to 8"]
+    inputs = zoo.batch(reference)
+    assert not list(zoo.differences(zoo.step(patched, inputs), zoo.step(reference, inputs)))
+    assert {name for name, _ in calls} == {"liger_gated_delta_rule"}
+
+
 def test_what_runs_slowly_is_noted():
     assert pair()[2].notes == []
     (note,) = pair(family="kimi_linear")[2].notes

@@ -38,6 +38,7 @@ from liger_kernel.patch.layers import adapters
 from liger_kernel.patch.layers.activations import ActivationTable
 from liger_kernel.patch.layers.dtypes import KERNEL_DTYPES
 from liger_kernel.patch.layers.linear_attention_trial import (
+    WIDTHS,
     reason_wrong_on_device,
     takes_grouped_heads,
     try_convolution,
@@ -60,7 +61,6 @@ FLAG = "linear_attention"
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 KERNELS = {CONVOLUTION: "liger_causal_conv1d", DELTA_RULE: "liger_gated_delta_rule"}
-CONVOLUTION_WIDTHS = 2, 3, 4
 ACTIVATIONS = None, "silu", "swish"
 # of a head: a multiple of the first, at most the second
 HEAD_MULTIPLE = 16
@@ -235,7 +235,7 @@ def _keeps_sequences_apart(module, packing, args, kwargs) -> bool:
         if cache is None or isinstance(cache, torch.Tensor):
             continue
         hidden_states = args[0] if args else kwargs.get("hidden_states")
-        if hidden_states is None or hidden_states.shape[1] < max(CONVOLUTION_WIDTHS):
+        if hidden_states is None or hidden_states.shape[1] < max(WIDTHS):
             return False
         layer = getattr(module, "layer_idx", None)
         if layer is None or type(cache).__module__ != "transformers.cache_utils":
@@ -271,7 +271,7 @@ def convolve(family, hidden_states, weight, bias=None, activation=None, **kwargs
         return None
     if weight.dim() != 2 or weight.shape[0] != hidden_states.shape[1]:
         return None
-    if weight.shape[1] not in CONVOLUTION_WIDTHS or activation not in ACTIVATIONS:
+    if weight.shape[1] not in WIDTHS or activation not in ACTIVATIONS:
         return None
     if not family.activations.is_unchanged(activation):
         return None
@@ -413,7 +413,7 @@ def _reason_left_alone(walk, module, name, family) -> str | None:
         if reason is not None:
             return reason
     if name == CONVOLUTION:
-        return walk.call_once(try_convolution, family.torch_function)
+        return _reason_of_width(module) or walk.call_once(try_convolution, family.torch_function)
     sizes = _head_sizes(module)
     if not _have_kernels(*sizes):
         return (
@@ -421,6 +421,13 @@ def _reason_left_alone(walk, module, name, family) -> str | None:
             f"{HEAD_MULTIPLE} up to {MAX_HEAD_SIZE}"
         )
     return walk.call_once(try_delta_rule, family.torch_function) or _try_on_device(module, sizes)
+
+
+def _reason_of_width(module) -> str | None:
+    widths = {m.kernel_size[0] for m in module.modules() if isinstance(m, torch.nn.Conv1d)}
+    if not widths or not widths.isdisjoint(WIDTHS):
+        return None
+    return f"it is {max(widths)} tokens wide, the kernels take {WIDTHS[0]} to {WIDTHS[-1]}"
 
 
 def _head_sizes(module) -> tuple[int, int]:
