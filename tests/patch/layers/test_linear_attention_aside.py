@@ -343,20 +343,26 @@ def test_hooks_run():
     assert len(seen) == 2
 
 
-def test_arguments_that_the_operators_lack(monkeypatch, calls):
+@pytest.mark.parametrize(
+    "name", ["scale", "cp_context", "use_gate_in_kernel", "of_a_later_release"]
+)
+def test_arguments_that_the_operators_lack(name, monkeypatch, calls):
     """Those that the family's function reads; the others it drops, as the wrapper does."""
     seen = {}
 
-    def chunk_gated_delta_rule(query, key, value, g, beta, scale=None, **kwargs):
-        seen.update(scale=scale, **kwargs)
+    def rule(query, key, value, g, beta, **kwargs):
+        seen.update(kwargs)
         return value, None
 
-    with_package(monkeypatch, "chunk_gated_delta_rule", "fla", RULE, chunk_gated_delta_rule)
+    parameters = [*inspect.signature(rule).parameters.values()]
+    argument = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    rule.__signature__ = inspect.Signature([*parameters[:-1], argument])
+    with_package(monkeypatch, "chunk_gated_delta_rule", "fla", RULE, rule)
     patched, _, _ = pair()
-    patched(hidden_states_of(patched), A_log=torch.ones(2, 2))
+    patched(hidden_states_of(patched), A_log=torch.ones(2, 2), **{name: False})
     assert len(calls) == 2 and not seen
-    patched(hidden_states_of(patched), scale=torch.tensor([0.3, 0.4]))
-    assert len(calls) == 3 and seen["scale"] is not None and "A_log" not in seen
+    patched(hidden_states_of(patched), A_log=torch.ones(2, 2), **{name: torch.tensor([0.3, 0.4])})
+    assert len(calls) == 3 and list(seen) == [name]
 
 
 # ---- packages ----

@@ -72,7 +72,7 @@ CACHES = "cache", "cache_params", "past_key_values"
 MASK = "apply_mask_to_padding_states"
 # Functions for one token after cached ones. Packed sequences never meet them.
 ONE_TOKEN = {"causal_conv1d_update", "torch_recurrent_gated_delta_rule"}
-# Arguments of the packages' functions that the operators lack.
+# Arguments that the operators lack, if a function does not say which ones it takes.
 STATE_ARGUMENTS = "initial_states", "return_final_states", "final_states_out"
 DELTA_RULE_ARGUMENTS = (
     "scale", "state_v_first", "transpose_state_layout", "cp_context", "use_gate_in_kernel", "A_log",
@@ -106,13 +106,15 @@ class FamilyFunction(NamedTuple):
     takes_groups: bool = True
     activations: ActivationTable = ActivationTable({}, {})
 
-    def passes_on(self, names, kwargs) -> bool:
-        """Return True if one of these keyword arguments is given and not dropped."""
+    def asks_for_more(self, kwargs, known, lacking) -> bool:
+        """Return True if a keyword argument that reaches the function is none of ``known``.
+
+        The function says by its signature what reaches it; without, that is ``lacking``."""
+        names = lacking if self.arguments is None else self.arguments.difference(known)
         for name in names:
             value = kwargs.get(name)
             if value is not None and value is not False:
-                if self.arguments is None or name in self.arguments:
-                    return True
+                return True
         return False
 
 
@@ -275,7 +277,7 @@ def convolve(family, hidden_states, weight, bias=None, activation=None, **kwargs
         return None
     if not family.activations.is_unchanged(activation):
         return None
-    if not hidden_states.numel() or family.passes_on(STATE_ARGUMENTS, kwargs):
+    if not hidden_states.numel() or family.asks_for_more(kwargs, ("seq_idx",), STATE_ARGUMENTS):
         return None
     if hidden_states.dtype not in KERNEL_DTYPES or weight.dtype not in KERNEL_DTYPES:
         return None
@@ -329,7 +331,7 @@ def apply_delta_rule(
         return None
     if value.shape[2] != key.shape[2] and not family.takes_groups:
         return None
-    if family.passes_on(DELTA_RULE_ARGUMENTS, kwargs):
+    if family.asks_for_more(kwargs, ("cu_seqlens",), DELTA_RULE_ARGUMENTS):
         return None
     cu_seqlens = kwargs.get("cu_seqlens")
     if cu_seqlens is None and kwargs.get("seq_idx") is not None:
