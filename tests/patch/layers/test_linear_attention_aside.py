@@ -31,6 +31,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 import liger_kernel.transformers as liger
+from liger_kernel.ops.recurrent.causal_conv import causal_conv1d_reference
 from liger_kernel.patch.families.table import ALL_SWITCHES
 from liger_kernel.patch.layers import linear_attention
 
@@ -426,6 +427,35 @@ def test_a_package_stays_where_ours_fails_on_the_device(monkeypatch, calls):
     packed = dict(cu_seq_lens_q=torch.tensor([0, 9, TOKENS]))
     assert_same(patched, reference, exactly=False, **packed)
     assert not calls
+
+
+def with_gelu(mixer):
+    mixer.activation = "gelu"
+
+
+@pytest.mark.parametrize("has_package", [False, True])
+def test_packed_where_the_convolution_steps_aside(has_package, monkeypatch, calls):
+    """It is told of the sequences, and keeps them apart by its package or raises as before: the
+    delta rule, which raises in transformers' own forward, is ours."""
+
+    def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
+        y = causal_conv1d_reference(x.transpose(1, 2), weight, bias, seq_idx=seq_idx)
+        return ACT2FN[activation](y).transpose(1, 2)
+
+    if has_package:
+        with_package(monkeypatch, CONV, "causal_conv1d", CONV, causal_conv1d_fn)
+    patched, reference, _ = pair(with_gelu)
+    x = hidden_states_of(reference)
+    packed = dict(cu_seq_lens_q=torch.tensor([0, 9, TOKENS], dtype=torch.int32))
+    if not has_package:
+        with pytest.raises(ValueError, match="keep packed sequences apart"):
+            patched(x, **packed)
+        assert not calls
+        return
+    expected = torch.cat([reference(x[:, :9]), reference(x[:, 9:])], 1)
+    output = patched(x, **packed)
+    assert (output - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert [name for name, _ in calls] == ["liger_gated_delta_rule"]
 
 
 # ---- graphs, checkpoints, second derivatives ----

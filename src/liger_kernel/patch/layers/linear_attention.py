@@ -34,6 +34,7 @@ from liger_kernel.core import devices
 from liger_kernel.core.op import cast_if_needed
 from liger_kernel.core.tile import TRITON
 from liger_kernel.ops import functional
+from liger_kernel.ops.recurrent.causal_conv import number_sequences
 from liger_kernel.patch.layers import adapters
 from liger_kernel.patch.layers.activations import ActivationTable
 from liger_kernel.patch.layers.dtypes import KERNEL_DTYPES
@@ -203,7 +204,10 @@ class LinearAttention(Replacement):
             family = read_function(cls.forward, name)._replace(takes_groups=self.takes_groups)
             has_hub_kernel = _hub_check(family.function)
             operator = functools.partial(_OPERATORS[name], family)
-            run = _or_family(operator, family.function, has_hub_kernel)
+            function = family.function
+            if name == CONVOLUTION and DELTA_RULE in self.functions:
+                function = _told_of_sequences(function)
+            run = _or_family(operator, function, has_hub_kernel)
             with_operators = rebind_global(with_operators, name, run)
             hub_checks.append(has_hub_kernel)
         # what mixes tokens in it is the operators alone
@@ -252,6 +256,22 @@ def _hub_check(function):
     that stands for a family's function."""
     attributes = function.__dict__ if isinstance(function, torch.nn.Module) else {}
     return lambda: "forward" in attributes and has_instance_forward(function)
+
+
+def _told_of_sequences(function):
+    """Return a delta net's convolution that gets the sequences of ``cu_seq_lens_q`` as ``seq_idx``.
+
+    transformers' does not read the former, and raises without a package for the latter. In its own
+    forward the delta rule raises; ours does not."""
+
+    def run(hidden_states, *args, **kwargs):
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is not None and kwargs.get("seq_idx") is None and len(hidden_states) == 1:
+            x = hidden_states.transpose(1, 2)
+            kwargs["seq_idx"] = number_sequences(CONVOLUTION, x, cu_seqlens)
+        return function(hidden_states, *args, **kwargs)
+
+    return run
 
 
 def _or_family(operator, function, has_hub_kernel):
