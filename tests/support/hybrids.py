@@ -21,7 +21,11 @@ DELTA_NETS = {
     "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
     "olmo_hybrid": "OlmoHybridGatedDeltaNet",
 }
-SHORT_CONVOLUTIONS = {"lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv"}
+SHORT_CONVOLUTIONS = {
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "lfm3": "Lfm3ShortConv",  # of 7 tokens
+}
 # the convolution in front of a scan or a rule that is not ours
 IN_FRONT = {
     "mamba": "MambaMixer",

@@ -72,13 +72,17 @@ assert report.replaced["Qwen3NextGatedDeltaNet", kernels] == 1
   `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` gives it. transformers raises without
   the packages; older versions (5.17) let states pass from one sequence to the next. With
   flash-linear-attention but without causal-conv1d its convolution reaches over a border; ours does
-  not. Layers that only convolve (LFM2) take `seq_idx` as well. By `position_ids` alone states
-  pass the borders, as in transformers (its issue 46093).
+  not. Layers that only convolve (LFM2) take `seq_idx` as well; with transformers 5.17 it alone
+  reaches their convolution. By `position_ids` alone states pass the borders, as in transformers
+  (its issue 46093).
 - Left to transformers: `seq_idx` alone in a delta net, single tokens after cached ones, packed
-  sequences after cached ones, heads whose size is not a multiple of 16 or is above 256, fp64 and
-  sharded tensors (DTensor).
+  sequences after cached ones, convolutions over more than 8 tokens, heads whose size is not a
+  multiple of 16 or is above 256, fp64 and sharded tensors (DTensor).
+- What else in a model looks at other tokens is transformers': Qwen4-exp's n-grams
+  (`ple_layer_ids`) read across the borders of packed sequences.
 - In Mamba, Mamba-2, Falcon-H1, Bamba, Nemotron-H and Kimi Linear the convolution is ours, and the
-  scan behind it transformers': packed sequences are wholly transformers' there.
+  scan behind it transformers': packed sequences are wholly transformers' there. Where mamba_ssm is
+  installed, a training step of Mamba and Mamba-2 takes its kernel for both.
 - Where linear attention still runs as PyTorch's operations, the report has a note that says so, and
   what to install.
 

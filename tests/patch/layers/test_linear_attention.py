@@ -115,6 +115,39 @@ def test_with_kernels(family, monkeypatch, calls):
     assert calls
 
 
+# the other families whose modeling files call a `causal_conv1d_fn`
+FURTHER = {
+    "bailing_hybrid": "BailingHybridDeltaAttention",
+    "falcon_mamba": "FalconMambaMixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "inkling2_loop_text": "Inkling2LoopShortConvolution",
+    "inkling2_text": "Inkling2ShortConvolution",
+    "inkling_text": "InklingShortConvolution",
+    "jamba": "JambaMambaMixer",
+    "lara_mini": "LaraMiniGatedDeltaNet",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "qwen4_exp_text": "Qwen4ExpTextGatedDeltaNet",
+    "zamba": "ZambaMambaMixer",
+    "zamba2": "Zamba2MambaMixer",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES | FURTHER)
+def test_ours_run_in_every_family(family, calls):
+    """A mixer that the report names does call our operators, with the sizes of its model."""
+    mixer = (FAMILIES | FURTHER)[family]
+    patched, reference, report = patched_pair(family, **ALONE)
+    inputs = zoo.batch(reference, 1, TOKENS)
+    with torch.no_grad():
+        logits = patched(**inputs).logits
+        expected = reference(**inputs).logits
+    (kernel,) = [kernel for name, kernel in report.replaced if name == mixer]
+    assert kernel in (CONVOLUTION, DELTA_RULE)
+    for name in kernel.split(", "):
+        assert calls.count(name) == report.of(mixer) > 0, name
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 def test_switch():
     patched, _, report = patched_pair("qwen3_5_text", linear_attention=False)
     assert not report.of("Qwen3_5GatedDeltaNet")

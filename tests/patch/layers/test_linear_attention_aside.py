@@ -31,6 +31,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 import liger_kernel.transformers as liger
+from liger_kernel.ops.recurrent.causal_conv import causal_conv1d_reference
 from liger_kernel.patch.families.table import ALL_SWITCHES
 from liger_kernel.patch.layers import linear_attention
 
@@ -229,6 +230,19 @@ def test_heads_of_other_sizes(size, calls):
     assert {name for name, _ in calls} == {CONVOLUTION}
 
 
+def test_a_wider_convolution(calls):
+    """The report says so: no call of it would take ours."""
+    config = zoo.config("qwen3_5_text")
+    config.linear_conv_kernel_dim = 9
+    reference = zoo.random_model(zoo.model_class("qwen3_5_text"), config)
+    patched = copy.deepcopy(reference)
+    report = liger.apply_liger_kernel(patched)
+    assert reasons(report) == [f"{CONV}: it is 9 tokens wide, the kernels take 2 to 8"]
+    inputs = zoo.batch(reference)
+    assert not list(zoo.differences(zoo.step(patched, inputs), zoo.step(reference, inputs)))
+    assert {name for name, _ in calls} == {"liger_gated_delta_rule"}
+
+
 def test_what_runs_slowly_is_noted():
     assert pair()[2].notes == []
     (note,) = pair(family="kimi_linear")[2].notes
@@ -330,20 +344,26 @@ def test_hooks_run():
     assert len(seen) == 2
 
 
-def test_arguments_that_the_operators_lack(monkeypatch, calls):
+@pytest.mark.parametrize(
+    "name", ["scale", "cp_context", "use_gate_in_kernel", "of_a_later_release"]
+)
+def test_arguments_that_the_operators_lack(name, monkeypatch, calls):
     """Those that the family's function reads; the others it drops, as the wrapper does."""
     seen = {}
 
-    def chunk_gated_delta_rule(query, key, value, g, beta, scale=None, **kwargs):
-        seen.update(scale=scale, **kwargs)
+    def rule(query, key, value, g, beta, **kwargs):
+        seen.update(kwargs)
         return value, None
 
-    with_package(monkeypatch, "chunk_gated_delta_rule", "fla", RULE, chunk_gated_delta_rule)
+    parameters = [*inspect.signature(rule).parameters.values()]
+    argument = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    rule.__signature__ = inspect.Signature([*parameters[:-1], argument])
+    with_package(monkeypatch, "chunk_gated_delta_rule", "fla", RULE, rule)
     patched, _, _ = pair()
-    patched(hidden_states_of(patched), A_log=torch.ones(2, 2))
+    patched(hidden_states_of(patched), A_log=torch.ones(2, 2), **{name: False})
     assert len(calls) == 2 and not seen
-    patched(hidden_states_of(patched), scale=torch.tensor([0.3, 0.4]))
-    assert len(calls) == 3 and seen["scale"] is not None and "A_log" not in seen
+    patched(hidden_states_of(patched), A_log=torch.ones(2, 2), **{name: torch.tensor([0.3, 0.4])})
+    assert len(calls) == 3 and list(seen) == [name]
 
 
 # ---- packages ----
@@ -407,6 +427,35 @@ def test_a_package_stays_where_ours_fails_on_the_device(monkeypatch, calls):
     packed = dict(cu_seq_lens_q=torch.tensor([0, 9, TOKENS]))
     assert_same(patched, reference, exactly=False, **packed)
     assert not calls
+
+
+def with_gelu(mixer):
+    mixer.activation = "gelu"
+
+
+@pytest.mark.parametrize("has_package", [False, True])
+def test_packed_where_the_convolution_steps_aside(has_package, monkeypatch, calls):
+    """It is told of the sequences, and keeps them apart by its package or raises as before: the
+    delta rule, which raises in transformers' own forward, is ours."""
+
+    def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
+        y = causal_conv1d_reference(x.transpose(1, 2), weight, bias, seq_idx=seq_idx)
+        return ACT2FN[activation](y).transpose(1, 2)
+
+    if has_package:
+        with_package(monkeypatch, CONV, "causal_conv1d", CONV, causal_conv1d_fn)
+    patched, reference, _ = pair(with_gelu)
+    x = hidden_states_of(reference)
+    packed = dict(cu_seq_lens_q=torch.tensor([0, 9, TOKENS], dtype=torch.int32))
+    if not has_package:
+        with pytest.raises(ValueError, match="keep packed sequences apart"):
+            patched(x, **packed)
+        assert not calls
+        return
+    expected = torch.cat([reference(x[:, :9]), reference(x[:, 9:])], 1)
+    output = patched(x, **packed)
+    assert (output - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert [name for name, _ in calls] == ["liger_gated_delta_rule"]
 
 
 # ---- graphs, checkpoints, second derivatives ----

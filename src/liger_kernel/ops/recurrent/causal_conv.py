@@ -356,7 +356,7 @@ def _check_integers(name, x, **tensors):
             )
 
 
-def _number_sequences(name, x, cu_seqlens):
+def number_sequences(name, x, cu_seqlens):
     """Return each token's number of its sequence, (1, T)."""
     _check_integers(name, x, cu_seqlens=cu_seqlens)
     if cu_seqlens.dim() != 1 or not len(cu_seqlens):
@@ -414,7 +414,7 @@ def liger_causal_conv1d(
     if cu_seqlens is not None:
         if seq_idx is not None:
             raise ValueError(f"{name}: both cu_seqlens and seq_idx are given, give one of them")
-        seq_idx = _number_sequences(name, x, cu_seqlens)
+        seq_idx = number_sequences(name, x, cu_seqlens)
     if weight.dtype != torch.float64 and devices.in_autocast(x):
         dtype = devices.autocast_dtype(x)
         weight = cast_if_needed(weight, dtype)

@@ -34,10 +34,12 @@ from liger_kernel.core import devices
 from liger_kernel.core.op import cast_if_needed
 from liger_kernel.core.tile import TRITON
 from liger_kernel.ops import functional
+from liger_kernel.ops.recurrent.causal_conv import number_sequences
 from liger_kernel.patch.layers import adapters
 from liger_kernel.patch.layers.activations import ActivationTable
 from liger_kernel.patch.layers.dtypes import KERNEL_DTYPES
 from liger_kernel.patch.layers.linear_attention_trial import (
+    WIDTHS,
     reason_wrong_on_device,
     takes_grouped_heads,
     try_convolution,
@@ -60,7 +62,6 @@ FLAG = "linear_attention"
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 KERNELS = {CONVOLUTION: "liger_causal_conv1d", DELTA_RULE: "liger_gated_delta_rule"}
-CONVOLUTION_WIDTHS = 2, 3, 4
 ACTIVATIONS = None, "silu", "swish"
 # of a head: a multiple of the first, at most the second
 HEAD_MULTIPLE = 16
@@ -72,7 +73,7 @@ CACHES = "cache", "cache_params", "past_key_values"
 MASK = "apply_mask_to_padding_states"
 # Functions for one token after cached ones. Packed sequences never meet them.
 ONE_TOKEN = {"causal_conv1d_update", "torch_recurrent_gated_delta_rule"}
-# Arguments of the packages' functions that the operators lack.
+# Arguments that the operators lack, if a function does not say which ones it takes.
 STATE_ARGUMENTS = "initial_states", "return_final_states", "final_states_out"
 DELTA_RULE_ARGUMENTS = (
     "scale", "state_v_first", "transpose_state_layout", "cp_context", "use_gate_in_kernel", "A_log",
@@ -106,13 +107,15 @@ class FamilyFunction(NamedTuple):
     takes_groups: bool = True
     activations: ActivationTable = ActivationTable({}, {})
 
-    def passes_on(self, names, kwargs) -> bool:
-        """Return True if one of these keyword arguments is given and not dropped."""
+    def asks_for_more(self, kwargs, known, lacking) -> bool:
+        """Return True if a keyword argument that reaches the function is none of ``known``.
+
+        The function says by its signature what reaches it; without, that is ``lacking``."""
+        names = lacking if self.arguments is None else self.arguments.difference(known)
         for name in names:
             value = kwargs.get(name)
             if value is not None and value is not False:
-                if self.arguments is None or name in self.arguments:
-                    return True
+                return True
         return False
 
 
@@ -201,7 +204,10 @@ class LinearAttention(Replacement):
             family = read_function(cls.forward, name)._replace(takes_groups=self.takes_groups)
             has_hub_kernel = _hub_check(family.function)
             operator = functools.partial(_OPERATORS[name], family)
-            run = _or_family(operator, family.function, has_hub_kernel)
+            function = family.function
+            if name == CONVOLUTION and DELTA_RULE in self.functions:
+                function = _told_of_sequences(function)
+            run = _or_family(operator, function, has_hub_kernel)
             with_operators = rebind_global(with_operators, name, run)
             hub_checks.append(has_hub_kernel)
         # what mixes tokens in it is the operators alone
@@ -235,7 +241,7 @@ def _keeps_sequences_apart(module, packing, args, kwargs) -> bool:
         if cache is None or isinstance(cache, torch.Tensor):
             continue
         hidden_states = args[0] if args else kwargs.get("hidden_states")
-        if hidden_states is None or hidden_states.shape[1] < max(CONVOLUTION_WIDTHS):
+        if hidden_states is None or hidden_states.shape[1] < max(WIDTHS):
             return False
         layer = getattr(module, "layer_idx", None)
         if layer is None or type(cache).__module__ != "transformers.cache_utils":
@@ -250,6 +256,22 @@ def _hub_check(function):
     that stands for a family's function."""
     attributes = function.__dict__ if isinstance(function, torch.nn.Module) else {}
     return lambda: "forward" in attributes and has_instance_forward(function)
+
+
+def _told_of_sequences(function):
+    """Return a delta net's convolution that gets the sequences of ``cu_seq_lens_q`` as ``seq_idx``.
+
+    transformers' does not read the former, and raises without a package for the latter. In its own
+    forward the delta rule raises; ours does not."""
+
+    def run(hidden_states, *args, **kwargs):
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is not None and kwargs.get("seq_idx") is None and len(hidden_states) == 1:
+            x = hidden_states.transpose(1, 2)
+            kwargs["seq_idx"] = number_sequences(CONVOLUTION, x, cu_seqlens)
+        return function(hidden_states, *args, **kwargs)
+
+    return run
 
 
 def _or_family(operator, function, has_hub_kernel):
@@ -271,11 +293,11 @@ def convolve(family, hidden_states, weight, bias=None, activation=None, **kwargs
         return None
     if weight.dim() != 2 or weight.shape[0] != hidden_states.shape[1]:
         return None
-    if weight.shape[1] not in CONVOLUTION_WIDTHS or activation not in ACTIVATIONS:
+    if weight.shape[1] not in WIDTHS or activation not in ACTIVATIONS:
         return None
     if not family.activations.is_unchanged(activation):
         return None
-    if not hidden_states.numel() or family.passes_on(STATE_ARGUMENTS, kwargs):
+    if not hidden_states.numel() or family.asks_for_more(kwargs, ("seq_idx",), STATE_ARGUMENTS):
         return None
     if hidden_states.dtype not in KERNEL_DTYPES or weight.dtype not in KERNEL_DTYPES:
         return None
@@ -329,7 +351,7 @@ def apply_delta_rule(
         return None
     if value.shape[2] != key.shape[2] and not family.takes_groups:
         return None
-    if family.passes_on(DELTA_RULE_ARGUMENTS, kwargs):
+    if family.asks_for_more(kwargs, ("cu_seqlens",), DELTA_RULE_ARGUMENTS):
         return None
     cu_seqlens = kwargs.get("cu_seqlens")
     if cu_seqlens is None and kwargs.get("seq_idx") is not None:
@@ -413,7 +435,7 @@ def _reason_left_alone(walk, module, name, family) -> str | None:
         if reason is not None:
             return reason
     if name == CONVOLUTION:
-        return walk.call_once(try_convolution, family.torch_function)
+        return _reason_of_width(module) or walk.call_once(try_convolution, family.torch_function)
     sizes = _head_sizes(module)
     if not _have_kernels(*sizes):
         return (
@@ -421,6 +443,13 @@ def _reason_left_alone(walk, module, name, family) -> str | None:
             f"{HEAD_MULTIPLE} up to {MAX_HEAD_SIZE}"
         )
     return walk.call_once(try_delta_rule, family.torch_function) or _try_on_device(module, sizes)
+
+
+def _reason_of_width(module) -> str | None:
+    widths = {m.kernel_size[0] for m in module.modules() if isinstance(m, torch.nn.Conv1d)}
+    if not widths or not widths.isdisjoint(WIDTHS):
+        return None
+    return f"it is {max(widths)} tokens wide, the kernels take {WIDTHS[0]} to {WIDTHS[-1]}"
 
 
 def _head_sizes(module) -> tuple[int, int]:

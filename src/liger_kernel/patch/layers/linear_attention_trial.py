@@ -13,7 +13,11 @@ from importlib.metadata import version
 import torch
 
 from liger_kernel.ops import functional
-from liger_kernel.ops.recurrent.causal_conv import ACTIVATIONS, causal_conv1d_reference
+from liger_kernel.ops.recurrent.causal_conv import (
+    ACTIVATIONS,
+    MAX_WIDTH,
+    causal_conv1d_reference,
+)
 from liger_kernel.ops.recurrent.gated_delta_rule import gated_delta_rule_reference
 from liger_kernel.patch.proof.probe import (
     compare_outputs,
@@ -27,7 +31,7 @@ from liger_kernel.patch.proof.probe import (
 logger = logging.getLogger(__name__)
 
 CHANNELS = 6
-WIDTHS = 2, 3, 4
+WIDTHS = range(2, MAX_WIDTH + 1)  # for which there are kernels; LFM3 has 7
 HEAD_DIM = 16
 # of a sequence: one token, a whole chunk, one token more, and more than two chunks
 LENGTHS = 1, 64, 65, 130
