@@ -77,12 +77,18 @@ OPERATORS = (
 def count_calls(monkeypatch):
     """Yield the number of calls of each operator, which patched code looks up when it calls it."""
     calls = dict.fromkeys(OPERATORS, 0)
-    gated_linear = activation_linear.gated_linear
+    activation = activation_linear.activation
+    fused = activation_linear.LigerGLULinearFunction
+    call_fused = fused.call
     gated_mlp_of_layers = swiglu_mlp.gated_mlp_of_layers
 
-    def counting_glu(a, b, act, linear):
+    def counting_activation(a, b, act, *options):
         calls["swiglu" if act == "silu" else "geglu"] += 1
-        return gated_linear(a, b, act, linear)
+        return activation(a, b, act, *options)
+
+    def counting_fused(a, b, weight, bias, act, *options):
+        calls["swiglu" if act == "silu" else "geglu"] += 1
+        return call_fused(a, b, weight, bias, act, *options)
 
     def counting_mlp(x, *layers):
         out = gated_mlp_of_layers(x, *layers)
@@ -97,7 +103,8 @@ def count_calls(monkeypatch):
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(activation_linear, "gated_linear", counting_glu)
+        patch.setattr(activation_linear, "activation", counting_activation)
+        patch.setattr(fused, "call", staticmethod(counting_fused))
         patch.setattr(swiglu_mlp, "gated_mlp_of_layers", counting_mlp)
         for name in calls:
             operator = f"liger_{name}"

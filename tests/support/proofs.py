@@ -52,9 +52,14 @@ def record_calls(monkeypatch):
 
         return call
 
-    gated_linear = activation_linear.gated_linear
-    monkeypatch.setattr(activation_linear, "gated_linear", recording("glu", gated_linear))
-    monkeypatch.setattr(swiglu_mlp.GatedMLP, "apply", recording("glu", swiglu_mlp.GatedMLP.apply))
+    fused = activation_linear.LigerGLULinearFunction
+    for owner, name in (
+        (activation_linear, "activation"),
+        (fused, "call"),
+        (swiglu_mlp.GatedMLP, "apply"),
+    ):
+        call = recording("glu", getattr(owner, name))
+        monkeypatch.setattr(owner, name, staticmethod(call) if owner is fused else call)
     for name in ("liger_rms_norm", "liger_layer_norm", "liger_rope"):
         monkeypatch.setattr(functional, name, recording(name, getattr(functional, name)))
     return calls
