@@ -131,6 +131,7 @@ class Function(torch.autograd.Function):
             )
         if not devices.has_kernels(args[0]) or in_func_transform():
             return cls.reference(*args)
+        args = resolve_negative(args)
         if not torch.is_grad_enabled():
             args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
         return apply_function(cls, *args)
@@ -143,6 +144,16 @@ class Function(torch.autograd.Function):
         needs = [*ctx.needs_input_grad, *[False] * len(args)][: len(args)]
         grads = differentiable_gradients(cls.reference, args, needs, grad_outputs)
         return *grads, *[None] * (num_inputs - len(args))
+
+
+def resolve_negative(args):
+    """Return args, with a copy of each tensor that PyTorch negates when it reads it.
+
+    Such a tensor is the imaginary part of a conjugate, for example. Kernels read what is in memory.
+    """
+    if not any([isinstance(a, torch.Tensor) and a.is_neg() for a in args]):
+        return args
+    return [a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args]
 
 
 def run_eagerly(fn):
@@ -191,7 +202,9 @@ def _with_differentiable_backward(backward):
     def call(ctx, *grads):
         if torch.is_grad_enabled():
             return ctx._forward_cls.differentiable_backward(ctx, *grads)
-        return backward(ctx, *(refuse_create_graph(*grads) if is_compiling() else grads))
+        if is_compiling():
+            return backward(ctx, *refuse_create_graph(*grads))
+        return backward(ctx, *resolve_negative(grads))
 
     return call
 

@@ -107,7 +107,7 @@ def to_rows(like, *tensors):
     rows = []
     for x in tensors:
         if x is not None:
-            x = x.detach().to(dtype)
+            x = x.detach().resolve_neg().to(dtype)
             if x.dim() != 2:
                 x = x[:, None]
         rows.append(x)

@@ -412,7 +412,7 @@ def run_distillation(
     memory = parse_memory(memory)
     ignore_index = options.ignore_index
     rows, hidden, labels = drop_ignored_rows(student, target, ignore_index, drop_ignored)
-    teacher = Teacher(*(x if x is None else x.detach() for x in teacher))
+    teacher = Teacher(*(x if x is None else x.detach().resolve_neg() for x in teacher))
 
     def reference(h, w, b, target=labels, rows=rows):
         selected = teacher

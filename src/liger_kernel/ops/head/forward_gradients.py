@@ -45,7 +45,9 @@ def scale_gradient(x, g, dtype, in_place):
     in_place = in_place and x.dtype == dtype
     y = x if in_place else torch.empty_like(x, dtype=dtype)
     programs = min(cdiv(x.numel(), 4096), 8 * devices.multiprocessors(x))
-    _scale[(programs,)](x, g, y, x.numel(), BLOCK=4096, IN_PLACE=in_place, num_warps=8)
+    _scale[(programs,)](
+        x, g.resolve_neg(), y, x.numel(), BLOCK=4096, IN_PLACE=in_place, num_warps=8
+    )
     return y
 
 
