@@ -82,27 +82,31 @@ def taken_by(compute, shape, dtypes, outputs, frozen=False, trains=True, of_sums
     return peak_bytes(call, hidden, weight, targets)
 
 
+def taken_by_both(ours, shape, dtypes, use, monkeypatch):
+    """Return the most bytes of TRL's head, and of ``ours`` when called with TRL's arguments."""
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+    if DEVICE == "cpu":  # as on a GPU
+        monkeypatch.setattr(kernels, "_use_triton", lambda device: True)
+        monkeypatch.setattr(kernels, "_addmm_fp32", lambda total, a, b: None)
+    with counted_tensors(monkeypatch):
+        return [
+            taken_by(compute, shape, DTYPES[dtypes], **USES[use])
+            for compute in (kernels.ChunkedLogProbFunction.apply, ours)
+        ]
+
+
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_more_than_trl(shape, dtypes, use, monkeypatch):
-    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
     of_sums = USES[use].get("of_sums", False)
     # it is counted with values that are not there
     monkeypatch.setattr(GradientHistory, "record", lambda self, *incoming: of_sums)
     history = GradientHistory(of_sums=True)
     history.one_number = of_sums
-    if DEVICE == "cpu":  # as on a GPU
-        monkeypatch.setattr(kernels, "_use_triton", lambda device: True)
-        monkeypatch.setattr(kernels, "_addmm_fp32", lambda total, a, b: None)
-    with counted_tensors(monkeypatch):
-        theirs, ours = (
-            taken_by(compute, shape, DTYPES[dtypes], **USES[use])
-            for compute in (
-                kernels.ChunkedLogProbFunction.apply,
-                lambda *args: trl_head.compute(HeadCall(*args), history),
-            )
-        )
+    theirs, ours = taken_by_both(
+        lambda *args: trl_head.compute(HeadCall(*args), history), shape, dtypes, use, monkeypatch
+    )
     N, _, V = shape
     # a chunk has so many tokens whatever the budget
     least = 2 * V * min(planning.MIN_CHUNK_TOKENS, -(-N // 64) * 64)
@@ -127,7 +131,6 @@ def test_auto_where_it_takes_less():
 @pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
 def test_in_a_graph(shape, dtypes, use, monkeypatch):
     """Where nothing is known of earlier steps, nor of the number of tokens."""
-    kernels = pytest.importorskip("trl.kernels.chunked_logprob")
 
     def in_a_graph(*args):
         call = HeadCall(*args)
@@ -137,14 +140,7 @@ def test_in_a_graph(shape, dtypes, use, monkeypatch):
         monkeypatch.setattr(trl_head, "memory_for", lambda call: memory)
         return trl_head.compute(call)
 
-    if DEVICE == "cpu":  # as on a GPU
-        monkeypatch.setattr(kernels, "_use_triton", lambda device: True)
-        monkeypatch.setattr(kernels, "_addmm_fp32", lambda total, a, b: None)
-    with counted_tensors(monkeypatch):
-        theirs, ours = (
-            taken_by(compute, shape, DTYPES[dtypes], **USES[use])
-            for compute in (kernels.ChunkedLogProbFunction.apply, in_a_graph)
-        )
+    theirs, ours = taken_by_both(in_a_graph, shape, dtypes, use, monkeypatch)
     assert ours <= theirs + 2**20  # numbers of each token, and an allocator's rounding
 
 

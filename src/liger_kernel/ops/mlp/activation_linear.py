@@ -294,11 +294,9 @@ def gated_linear(a, b, act, linear, gate_multiplier=1.0):
 
     Without a gate b is None. ``act`` is one of `GATED_ACTIVATIONS`, or of `ACTIVATIONS` without b.
     """
-    if can_fuse(a, b, linear):
-        return LigerGLULinearFunction.call(a, b, linear.weight, linear.bias, act, gate_multiplier)
-    y = activation(a, b, act, gate_multiplier)
-    del a, b  # without gradients, these may be the last references
-    return linear(y)
+    if not can_fuse(a, b, linear):
+        return linear(activation(a, b, act, gate_multiplier))
+    return LigerGLULinearFunction.call(a, b, linear.weight, linear.bias, act, gate_multiplier)
 
 
 def _glu_inputs(M, F, H):

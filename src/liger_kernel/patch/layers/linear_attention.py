@@ -108,9 +108,10 @@ class FamilyFunction(NamedTuple):
     activations: ActivationTable = ActivationTable({}, {})
 
     def asks_for_more(self, kwargs, known, lacking) -> bool:
-        """Return True if a keyword argument that reaches the function is none of ``known``.
+        """Return True if the family's function would read a keyword argument that ours cannot.
 
-        The function says by its signature what reaches it; without, that is ``lacking``."""
+        Ours takes those named in ``known``. What the function reads is in its signature; where that
+        is not to be had, only the names in ``lacking`` are looked for."""
         names = lacking if self.arguments is None else self.arguments.difference(known)
         for name in names:
             value = kwargs.get(name)
@@ -259,10 +260,11 @@ def _hub_check(function):
 
 
 def _told_of_sequences(function):
-    """Return a delta net's convolution that gets the sequences of ``cu_seq_lens_q`` as ``seq_idx``.
+    """Return a delta net's convolution that keeps the packed sequences of ``cu_seq_lens_q`` apart.
 
-    transformers' does not read the former, and raises without a package for the latter. In its own
-    forward the delta rule raises; ours does not."""
+    It runs where our convolution steps aside and our delta rule does not. transformers' own ignores
+    ``cu_seq_lens_q`` and convolves across borders, since its delta rule raises afterwards. So it is
+    given ``seq_idx``, which causal-conv1d reads, and for which it raises without that package."""
 
     def run(hidden_states, *args, **kwargs):
         cu_seqlens = kwargs.get("cu_seq_lens_q")
@@ -446,6 +448,7 @@ def _reason_left_alone(walk, module, name, family) -> str | None:
 
 
 def _reason_of_width(module) -> str | None:
+    """Return why a mixer keeps its convolution: there is no kernel for any of its widths."""
     widths = {m.kernel_size[0] for m in module.modules() if isinstance(m, torch.nn.Conv1d)}
     if not widths or not widths.isdisjoint(WIDTHS):
         return None

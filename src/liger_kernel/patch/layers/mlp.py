@@ -121,7 +121,7 @@ class GatedMLP(GatedActivation):
                 return fused.call(a, b, down.weight, down.bias, mlp.act)
             else:
                 y = activation_linear.activation(a, b, mlp.act)
-            del a, b  # without gradients, nobody needs them while down runs
+            del a, b  # without gradients these are the last references: free them before down runs
             return down(y)
 
         return {"forward": forward}
