@@ -243,10 +243,37 @@ def test_a_wider_convolution(calls):
     assert {name for name, _ in calls} == {"liger_gated_delta_rule"}
 
 
+@pytest.fixture
+def with_gpu(monkeypatch):
+    """Say that there is a GPU and Triton."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(linear_attention, "TRITON", True)
+
+
+@pytest.mark.usefixtures("with_gpu")
 def test_what_runs_slowly_is_noted():
     assert pair()[2].notes == []
     (note,) = pair(family="kimi_linear")[2].notes
     assert note.startswith("KimiLinearDeltaAttention: chunk_kimi_delta_attention runs as PyTorch's")
+
+
+@pytest.mark.usefixtures("with_gpu")
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [("Triton", "Triton is missing; pip install triton"), ("GPU", "this machine has no GPU")],
+)
+def test_a_machine_without_kernels_is_noted(missing, reason, monkeypatch):
+    if missing == "Triton":
+        monkeypatch.setattr(linear_attention, "TRITON", False)
+    else:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+        monkeypatch.setattr(linear_attention.devices, "INTERPRETED", False)
+    assert pair()[2].notes == [
+        "Qwen3_5GatedDeltaNet: liger_gated_delta_rule runs as PyTorch's operations: " + reason
+    ]
+    # its convolution alone does not wait for a package
+    assert not pair(family="lfm2")[2].notes
 
 
 # ---- what changes later ----

@@ -418,7 +418,9 @@ class LinearAttentions(Rewrite):
             else:
                 reasons.append(f"{name}: {reason}")
         others = other_functions(forward, [name for name, _ in proved])
-        _note_slow_functions(walk, module, others)
+        for note in _notes_of_slow_functions(module, [name for name, _ in proved], others):
+            if note not in walk.report.notes:
+                walk.report.notes.append(note)
         if not proved:
             return "; ".join(reasons)
         for reason in reasons:
@@ -472,19 +474,33 @@ def _try_on_device(module, head_sizes) -> str | None:
     return reason_wrong_on_device(*devices.type_and_index(weight), dtype, *head_sizes)
 
 
-def _note_slow_functions(walk, module, names) -> None:
-    """Note in the report which linear attention runs as PyTorch's operations, and what to install.
+def _notes_of_slow_functions(module, replaced, others) -> list[str]:
+    """Return notes on which linear attention runs as PyTorch's operations, and what to install.
 
     On a GPU these take several times as long."""
+    name = type(module).__name__
+    notes = []
+    without_kernels = _reason_without_kernels()
+    if DELTA_RULE in replaced and without_kernels is not None:
+        operator = KERNELS[DELTA_RULE]
+        notes.append(f"{name}: {operator} runs as PyTorch's operations: {without_kernels}")
     slow = []
-    for name in names:
-        family = read_function(type(module).forward, name)
-        if family.looked_for == FLA and family.package is None and "recurrent" not in name:
-            slow.append(name)
+    for function in others:
+        family = read_function(type(module).forward, function)
+        if family.looked_for == FLA and family.package is None and "recurrent" not in function:
+            slow.append(function)
     if slow:
-        note = (
-            f"{type(module).__name__}: {', '.join(slow)} runs as PyTorch's operations, slow on a "
-            "GPU; pip install flash-linear-attention"
+        notes.append(
+            f"{name}: {', '.join(slow)} runs as PyTorch's operations, slow on a GPU; pip install "
+            "flash-linear-attention"
         )
-        if note not in walk.report.notes:
-            walk.report.notes.append(note)
+    return notes
+
+
+def _reason_without_kernels() -> str | None:
+    """Return why no operator has its kernels on this machine."""
+    if not TRITON:
+        return "Triton is missing; pip install triton"
+    if not devices.INTERPRETED and not (torch.cuda.is_available() or torch.xpu.is_available()):
+        return "this machine has no GPU"
+    return None
