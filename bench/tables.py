@@ -139,8 +139,9 @@ def dimensions(shape: list[int]) -> str:
 
 
 def date_suffix(row: dict) -> str:
-    """Return when a row was measured, if not with the others."""
-    return f" ({row['date']})" if "date" in row else ""
+    """Return when a row was measured and by which software, if not as the others."""
+    parts = [row[key] for key in ("date", "software") if key in row]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def shape_label(row: dict) -> str:

@@ -116,7 +116,9 @@ def train(data: dict) -> str:
 
 
 def readme(data: dict) -> str:
-    """Return the large runs in the words of the README, ours against Hugging Face."""
+    """Return the large runs in the words of the README, ours against Hugging Face.
+
+    Those of other software than the rest's are left out."""
     names = {
         "eager": "Hugging Face",
         "compile": "torch.compile",
@@ -125,7 +127,7 @@ def readme(data: dict) -> str:
     }
     lines = []
     for row in data["rows"]:
-        if row["batch"] * row["sequence"] < README_TOKENS:
+        if row["batch"] * row["sequence"] < README_TOKENS or "software" in row:
             continue
         label = f"{row['model']}, {row['batch']} × {row['sequence']:,}{date_suffix(row)}"
         others = [readme_cell(row, name) for name in names if name != "ours"]

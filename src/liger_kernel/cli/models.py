@@ -86,7 +86,8 @@ assert report.replaced["Qwen3NextGatedDeltaNet", kernels] == 1
 - Where linear attention still runs as PyTorch's operations, the report has a note that says so, and
   what to install.
 
-How fast they are: [Operators](operators.md#further-operators).
+How fast they are: [Operators](operators.md#further-operators), and [whole steps](training.md), also
+beside flash-linear-attention.
 
 ## Every type
 
