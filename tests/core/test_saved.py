@@ -46,11 +46,13 @@ def test_a_write_before_backward():
 def test_hooks_of_a_checkpoint_are_passed_by(monkeypatch):
     saved = []
     save = torch.autograd.function.FunctionCtx.save_for_backward
-    monkeypatch.setattr(
-        torch.autograd.function.FunctionCtx,
-        "save_for_backward",
-        lambda ctx, *tensors: saved.append(len(tensors)) or save(ctx, *tensors),
-    )
+
+    def save_and_count(ctx, *tensors):
+        if isinstance(ctx, Product._backward_cls):  # PyTorch 2.11's checkpoint saves by one, too
+            saved.append(len(tensors))
+        return save(ctx, *tensors)
+
+    monkeypatch.setattr(torch.autograd.function.FunctionCtx, "save_for_backward", save_and_count)
     x, y = parameters()
     checkpoint(Product.apply, x, y, use_reentrant=False).backward()
     assert saved == [0] and x.grad == 3 and y.grad == 2
