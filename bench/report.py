@@ -34,6 +34,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 KINDS = {  # kind of a results file -> the function that makes its table
     "ops": ops_tables.ops,
     "train": training_tables.train,
+    "first_step": training_tables.first_step,
     "compile": training_tables.compiled,
     "breakdown": training_tables.breakdown,
     "parity": curves.spread,

@@ -1,6 +1,7 @@
 """Contestants that train real models, each in a process of its own.
 
-`bench.train`, `bench.compile`, `bench.breakdown`, `bench.float8` and `bench.medusa` share this."""
+`bench.train`, `bench.first_step`, `bench.compile`, `bench.breakdown`, `bench.float8` and
+`bench.medusa` share this."""
 
 from __future__ import annotations
 

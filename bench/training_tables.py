@@ -1,5 +1,5 @@
-"""The tables of training steps: `bench.train`, `bench.compile`, `bench.breakdown`, `bench.float8`
-and `bench.medusa`."""
+"""The tables of training steps: `bench.train`, `bench.first_step`, `bench.compile`,
+`bench.breakdown`, `bench.float8` and `bench.medusa`."""
 
 from __future__ import annotations
 
@@ -153,6 +153,35 @@ def readme_cell_of_ours(row: dict) -> str:
         f"**{ours['tokens_per_s']:,.0f} tokens/s ({speedup:+.0%}), "
         f"{gigabytes(ours['peak_bytes'])} ({memory_change:+.0%})**"
     )
+
+
+# ---- bench.first_step ----
+
+
+def first_step(data: dict) -> str:
+    """Return a row for each run and each state of the compilers' caches."""
+    names = contestants(data["rows"])
+    lines = []
+    for row in data["rows"]:
+        for cache in ("empty", "filled"):
+            cells = [
+                contestant_cell(row, name, lambda entry, cache=cache: seconds_cell(entry, cache))
+                for name in names
+            ]
+            lines.append([train_label(row), cache, *cells])
+    parts = [
+        heading(data),
+        "Seconds from the start of a process to its first step, of that step, and of a later one:",
+        table(["model, sequence × batch", "caches", *(NAMES[name] for name in names)], lines),
+    ]
+    return join_parts(parts, data["rows"], train_label)
+
+
+def seconds_cell(entry: dict, cache: str) -> str:
+    if "error" in entry:
+        return error_type(entry)
+    seconds = entry[cache]
+    return f"{seconds['start_s']:.1f} + {seconds['first_s']:.2f}, {seconds['later_s']:.3f}"
 
 
 # ---- bench.compile ----

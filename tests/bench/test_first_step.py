@@ -1,0 +1,27 @@
+"""`bench.first_step` on a small model, on the host: two processes, and the table."""
+
+from bench import first_step, training_tables
+
+
+def test_two_processes():
+    result = first_step.work("ours", "tiny", 16, 1, 1, 2, "cpu")
+    assert list(result["figures"]) == ["empty", "filled"]
+    for seconds in result["figures"].values():
+        # from the start of the process on, which imports PyTorch first
+        assert seconds["start_s"] > seconds["later_s"] > 0 and seconds["first_s"] > 0
+
+
+def test_the_table():
+    def entry(*seconds):
+        return dict(zip(("start_s", "first_s", "later_s"), seconds, strict=True))
+
+    ours = dict(empty=entry(13.25, 9.876, 0.1234), filled=entry(13, 1.5, 0.12))
+    entries = {"peer": {"error": "OutOfMemoryError: no"}, "ours": ours}
+    row = dict(model="M", sequence=8, batch=2, contestants=entries)
+    data = dict(kind="first_step", machine=dict(gpu="GPU X", date="today"), rows=[row])
+    table = training_tables.first_step(data)
+    assert [line for line in table.splitlines() if line.startswith("| M")] == [
+        "| M, 8 × 2 | empty | OutOfMemoryError | 13.2 + 9.88, 0.123 |",
+        "| M, 8 × 2 | filled | OutOfMemoryError | 13.0 + 1.50, 0.120 |",
+    ]
+    assert "- M, 8 × 2, liger-kernel: OutOfMemoryError: no" in table
