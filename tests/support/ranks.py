@@ -23,7 +23,10 @@ def num_ranks() -> int:
     Without it there are two on a CPU, and of n GPUs the largest power of two up to 8 is used.
     """
     if "LIGER_TEST_RANKS" in os.environ:
-        return int(os.environ["LIGER_TEST_RANKS"])
+        size = int(os.environ["LIGER_TEST_RANKS"])
+        if size < 2 or size & (size - 1):
+            raise ValueError(f"LIGER_TEST_RANKS is {size}, give a power of two")
+        return size
     if DEVICE == "cpu":
         return 2
     num_gpus = min(torch.cuda.device_count(), 8)

@@ -240,6 +240,21 @@ def same_max_tokens(rank):
         liger_expert_parallel(**local_part(random_inputs(4 * SIZE), rank, 4), max_tokens=3)
 
 
+def same_way(rank):
+    """A group's first call raises on all ranks where they hold other numbers of experts, such as
+    parts by `chunk` of what makes no equal ones, or where only some have ``max_tokens``."""
+    tensors = local_part(random_inputs(sum(UNEVEN)), rank, UNEVEN)
+    group = new_group(4)
+    if SIZE <= MAX_RANKS_OF_GATHER:
+        with pytest.raises(ValueError, match=r"max_tokens is \[None, 4.* on the ranks of the"):
+            liger_expert_parallel(**tensors, group=group, max_tokens=4 if rank else None)
+    tables = {name: tensors[name][: 1 + (rank > 0)] for name in TABLES}
+    with pytest.raises(ValueError, match=r"the ranks hold \[1, 2.* experts"):
+        liger_expert_parallel(**tensors | tables, group=group)
+    expected = liger_expert_parallel(**tensors, group=dist.group.WORLD)
+    assert torch.equal(liger_expert_parallel(**tensors, group=group), expected)
+
+
 class NoHostRead(TorchDispatchMode):
     """Raises where the host reads a value, or a shape depends on one."""
 
@@ -415,7 +430,7 @@ def test_several_ranks(tmp_path):
     ]
     checks += [
         partial(matches_one_device, dtype=torch.bfloat16),
-        *map(partial, (autocast, second_order, module)),
+        *map(partial, (autocast, second_order, module, same_way)),
     ]
     if DEVICE == "cpu":  # the kernels take seconds in the interpreter
         checks = [partial(ranks.without_kernels, check) for check in checks]

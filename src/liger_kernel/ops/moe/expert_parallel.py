@@ -59,6 +59,8 @@ from liger_kernel.ops.moe.routing import routing, sort_reference
 MAX_RANKS_OF_GATHER = 4
 # process group -> max_tokens, as its ranks have agreed on it
 _agreed_max_tokens = weakref.WeakKeyDictionary()
+# process groups whose ranks have agreed to send by all-to-all
+_agreed_all_to_all = weakref.WeakSet()
 
 
 class _SortedAssignments:
@@ -172,6 +174,27 @@ def _check_max_tokens(name, max_tokens, T):
     return max_tokens
 
 
+def _exchange_arguments(name, max_tokens, E, device, group):
+    """Raise on all ranks unless they have one ``max_tokens`` (None: by all-to-all) and as many
+    experts each. The host waits for the device."""
+    numbers = torch.tensor([max_tokens or 0, E], device=device)
+    max_tokens_of_ranks, num_experts = parallel.all_gather(numbers, group).T.tolist()
+    if len({*max_tokens_of_ranks}) > 1:
+        shown = [n or None for n in max_tokens_of_ranks]
+        raise ValueError(f"{name}: max_tokens is {shown} on the ranks of the group, give one")
+    if len({*num_experts}) > 1:
+        raise ValueError(f"{name}: the ranks hold {num_experts} experts, give each as many")
+
+
+def _agree_on_all_to_all(name, E, device, group):
+    """Check in the group's first call that all ranks send by all-to-all, and hold as many
+    experts: other counts would hang or mix up rows."""
+    group = parallel.resolve_group(group)
+    if group not in _agreed_all_to_all:
+        _exchange_arguments(name, None, E, device, group)
+        _agreed_all_to_all.add(group)
+
+
 def _agree_on_max_tokens(name, max_tokens, E, device, group):
     """Check that all ranks have one ``max_tokens`` now, and that this one has it in every call.
 
@@ -181,14 +204,7 @@ def _agree_on_max_tokens(name, max_tokens, E, device, group):
     group = parallel.resolve_group(group)
     agreed = _agreed_max_tokens.get(group)
     if agreed is None:
-        numbers = parallel.all_gather(torch.tensor([max_tokens, E], device=device), group)
-        of_ranks, num_experts = numbers.T.tolist()
-        if len({*of_ranks}) > 1:
-            raise ValueError(
-                f"{name}: max_tokens is {of_ranks} on the ranks of the group, give one number"
-            )
-        if len({*num_experts}) > 1:
-            raise ValueError(f"{name}: the ranks hold {num_experts} experts, give each as many")
+        _exchange_arguments(name, max_tokens, E, device, group)
         _agreed_max_tokens[group] = max_tokens
     elif max_tokens != agreed:
         raise ValueError(
@@ -235,7 +251,8 @@ def liger_expert_parallel(
 
     Raises:
         ValueError, TypeError: as `liger_experts`; group is no process group. x has more than
-            max_tokens tokens, or max_tokens is not one number on all ranks and in all calls.
+            max_tokens tokens, or max_tokens is not one number on all ranks and in all calls. The
+            ranks hold different numbers of experts in a group's first call.
 
     By all-to-all the host waits for the device once in a forward: it must know how many rows go to
     each rank. `torch.compile` leaves the call as it is."""
@@ -266,6 +283,7 @@ def liger_expert_parallel(
     E = gate_up_proj.shape[0]
     inputs = x, top_k_index, top_k_weights, E, group
     if max_tokens is None or ranks > MAX_RANKS_OF_GATHER:
+        _agree_on_all_to_all(name, E, x.device, group)
         out = _by_all_to_all(*inputs, experts)
     else:
         _agree_on_max_tokens(name, max_tokens, E, x.device, group)
