@@ -7,6 +7,9 @@ import torch
 from cases import BY_CASE, make_inputs
 from hardware import DEVICE
 
+from liger_kernel.chunked_loss import liger_medusa_loss
+from liger_kernel.losses.distillation import distillation_loss
+from liger_kernel.losses.grpo import linear_grpo_loss
 from liger_kernel.losses.policy_batch import to_rows
 
 
@@ -43,3 +46,38 @@ def test_numbers_of_tokens(shape):
     x = torch.randn(shape, device=DEVICE)
     (rows,) = to_rows(x, negated(x))
     assert not rows.is_neg() and torch.equal(rows.view_as(x), x)
+
+
+def test_losses_of_tokens_and_of_medusa_heads():
+    """They run kernels outside of an operator's autograd Function."""
+    hidden = torch.randn(2, 5, 16, device=DEVICE)
+    weight = torch.randn(40, 16, device=DEVICE)
+    bias = torch.randn(40, device=DEVICE)
+    labels = torch.randint(40, (2, 5), device=DEVICE)
+    log_p, ids = torch.randn(2, 5, 40, device=DEVICE).log_softmax(-1).topk(4, -1)
+
+    def top_k(hidden, weight, bias):
+        teacher = dict(teacher_top_k_ids=ids, teacher_top_k_log_probs=log_p, tail=True)
+        return distillation_loss(hidden, weight, labels, student_bias=bias, **teacher)
+
+    def all_classes(hidden, weight, bias):
+        teacher = dict(teacher_logits=torch.ones(2, 5, 40, device=DEVICE))
+        return distillation_loss(hidden, weight, labels, student_bias=bias, **teacher)
+
+    def grpo(hidden, weight, bias):
+        mask = torch.ones_like(labels)
+        advantages = torch.ones(2, device=DEVICE)
+        return linear_grpo_loss(hidden, weight, labels, mask, advantages, bias, beta=0.0)[0]
+
+    def medusa(hidden, weight, bias):
+        layers = [torch.nn.Tanh()]
+        return liger_medusa_loss(hidden, [weight], labels, bias, layers=layers)[0]
+
+    for loss in top_k, all_classes, grpo, medusa:
+        results = []
+        for view in torch.clone, negated:
+            tensors = [view(x).requires_grad_() for x in (hidden, weight, bias)]
+            value = loss(*tensors)
+            results.append((value, *torch.autograd.grad(value, tensors)))
+        for x, y in zip(*results, strict=True):
+            torch.testing.assert_close(x, y, msg=lambda text, loss=loss: f"{loss}: {text}")

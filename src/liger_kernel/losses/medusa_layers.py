@@ -18,6 +18,7 @@ from liger_kernel.core.op import (
     flatten_to_2d,
     in_func_transform,
     no_saved_tensor_hooks,
+    resolve_negative,
     save_grads,
     saved_grads,
 )
@@ -138,11 +139,12 @@ def _run_head(name, head, rows, spare, options, gradients):
     check_head(name, states, w, b, target, None)
     tensors = (states, w, b)
     needs = tuple(x is not None and x.requires_grad and c != 0 for x in tensors)
+    values, weight, bias = resolve_negative([x if x is None else x.detach() for x in tensors])
     (loss, _, accuracy, *_), (dstates, dw, db), _ = fused_linear_cross_entropy_forward(
-        states.detach(),
-        w.detach(),
+        values,
+        weight,
         target,
-        bias=None if b is None else b.detach(),
+        bias=bias,
         num_items=items / c if c else items,
         needs_grad=needs,
         spare=spare,

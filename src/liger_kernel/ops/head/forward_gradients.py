@@ -176,6 +176,8 @@ def gradient_in_forward(run, reference, h, w, b):
     """
     if in_func_transform():
         return reference(h, w, b)
+    # kernels read what is in memory: see `op.resolve_negative`
+    h, w, b = (x if x is None else x.resolve_neg() for x in (h, w, b))
     if torch.is_grad_enabled():
         return GradientInForward.apply(run, reference, h, w, b)
     return run(h, w, b, [False] * 3)[0]
