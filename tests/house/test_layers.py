@@ -63,7 +63,7 @@ def patch_layer(name):
 SHARED = {
     "ops.norm.norm_kernels", "ops.head.logits", "ops.head.logits_kernels", "ops.head.linear_head",
     "ops.head.linear_head_reference", "ops.head.grouped_log_probs",
-    "ops.head.divergences", "ops.head.divergence_kernels",
+    "ops.head.divergences", "ops.head.divergence_kernels", "ops.head.divergence_launch",
     "ops.head.divergence_strips", "ops.head.divergence_terms", "ops.head.planning",
     "ops.head.chunks", "ops.head.class_tiles", "ops.head.forward_gradients",
     "ops.head.unit_gradients", "ops.head.token_divergence",

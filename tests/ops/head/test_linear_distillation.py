@@ -41,6 +41,7 @@ from liger_kernel.ops.head import (
     chunks,
     distillation,
     divergence_kernels,
+    divergence_launch,
     divergence_strips,
     divergences,
     planning,
@@ -127,7 +128,7 @@ def test_the_hard_loss_beside_every_divergence(divergence, temperature, T, V, sp
     norm = torch.ones((), device=DEVICE)
     soft, hard = sums = torch.zeros(2, T, device=DEVICE)
     logits = (x[:, :split], x[:, split:]) if split else x
-    divergence_kernels.compute_divergence(logits, y, target, norm, options, True, soft, hard)
+    divergence_launch.compute_divergence(logits, y, target, norm, options, True, soft, hard)
     torch.testing.assert_close(sums.sum(1).double(), torch.stack(expected), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(x.double(), expected_dx, rtol=1e-5, atol=1e-6)
 
@@ -135,11 +136,11 @@ def test_the_hard_loss_beside_every_divergence(divergence, temperature, T, V, sp
 @pytest.mark.parametrize("split", [0, 64])
 def test_kl_div_in_128_registers(split, monkeypatch):
     """Hopper's launch, whose gradient is right to a rounding of bf16."""
-    monkeypatch.setattr(divergence_kernels.devices, "arch", lambda x: "sm_90")
+    monkeypatch.setattr(divergence_launch.devices, "arch", lambda x: "sm_90")
     launches = []
-    choose = divergence_kernels._in_128_registers
+    choose = divergence_launch._in_128_registers
     monkeypatch.setattr(
-        divergence_kernels,
+        divergence_launch,
         "_in_128_registers",
         lambda *args: launches.append(choose(*args)) or launches[-1],
     )
@@ -158,7 +159,7 @@ def test_kl_div_in_128_registers(split, monkeypatch):
     norm = torch.ones((), device=DEVICE)
     soft = torch.zeros(128, device=DEVICE)
     logits = (x[:, :split], x[:, split:]) if split else x
-    divergence_kernels.compute_divergence(logits, y, target, norm, options, True, soft, None)
+    divergence_launch.compute_divergence(logits, y, target, norm, options, True, soft, None)
     assert [launch["PER_LANE"] for launch in launches] == [4, 4]
     torch.testing.assert_close(soft.sum().double(), expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(x.double(), expected_dx, rtol=2**-8, atol=1e-6)
@@ -181,7 +182,7 @@ def test_kl_div_of_classes_without_probability(dtype):
     soft = torch.zeros(2, device=DEVICE)
     norm = torch.ones((), device=DEVICE)
     target = torch.zeros(2, dtype=torch.long, device=DEVICE)
-    divergence_kernels.compute_divergence(x, y, target, norm, options, True, soft, None)
+    divergence_launch.compute_divergence(x, y, target, norm, options, True, soft, None)
     torch.testing.assert_close(soft[0].double(), expected, rtol=1e-5, atol=0)
     assert soft[1] == torch.inf
     assert not x[0, 5] and x.isfinite().all()

@@ -28,7 +28,7 @@ from liger_kernel.ops.head.chunks import (
     run_chunks,
 )
 from liger_kernel.ops.head.cross_entropy import check_targets, random_labels
-from liger_kernel.ops.head.divergence_kernels import compute_divergence, exceeds_int32_offsets
+from liger_kernel.ops.head.divergence_launch import compute_divergence, exceeds_int32_offsets
 from liger_kernel.ops.head.divergences import DIVERGENCES, DistillationOptions, soft_and_hard_sums
 from liger_kernel.ops.head.forward_gradients import gradient_in_forward, gradients_in_chunks
 from liger_kernel.ops.head.linear_head_reference import ROWS_WITHOUT_KERNELS, compute_dtype

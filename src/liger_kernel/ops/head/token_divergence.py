@@ -25,7 +25,7 @@ from liger_kernel.core import devices
 from liger_kernel.core.op import F, Function
 from liger_kernel.ops.head import planning
 from liger_kernel.ops.head.chunks import CastWeight, add_product, pad_tokens, padded_tokens
-from liger_kernel.ops.head.divergence_kernels import compute_divergence
+from liger_kernel.ops.head.divergence_launch import compute_divergence
 from liger_kernel.ops.head.divergences import DIVERGENCES, DistillationOptions
 from liger_kernel.ops.head.planning import align
 from liger_kernel.ops.head.unit_gradients import early_needs, scale_unit_gradients
