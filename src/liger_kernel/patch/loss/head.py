@@ -414,7 +414,7 @@ def _check_parameters(head, before) -> None:
         unchanged = unchanged and p is p_before and now == then
     if not unchanged:
         raise RuntimeError(
-            f"liger-kernel: parameters of the model's head, a {type(head).__name__}, were replaced, "
-            "written to or frozen between forward and backward, which computes its logits again; "
-            "call backward before, or the model with skip_logits=False"
+            f"liger-kernel: parameters of the model's head, a {type(head).__name__}, were "
+            "replaced, written to or frozen between forward and backward, which computes its "
+            "logits again; call backward before, or the model with skip_logits=False"
         )
