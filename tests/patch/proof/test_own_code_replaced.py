@@ -29,6 +29,10 @@ def identity(x):
     return x
 
 
+def times(x, *, factor=1.0):
+    return x * factor
+
+
 # ---- arithmetic ----
 
 
@@ -92,6 +96,11 @@ class NumberNorm(PlainRMSNorm):
 class FunctionsNorm(PlainRMSNorm):
     def forward(self, x):
         return identity(self.normed(once(x)))
+
+
+class KeywordNorm(PlainRMSNorm):
+    def forward(self, x):
+        return times(self.normed(x))
 
 
 class ItsNumberNorm(PlainRMSNorm):
@@ -252,6 +261,14 @@ def exchange(monkeypatch, models):
     monkeypatch.setitem(globals(), "identity", lambda x: 0.5 * x)
 
 
+def exchange_defaults(monkeypatch, models):
+    monkeypatch.setattr(times, "__kwdefaults__", {"factor": 0.5})
+
+
+def write_defaults(monkeypatch, models):
+    monkeypatch.setitem(times.__kwdefaults__, "factor", 0.5)
+
+
 def halve_their_own(monkeypatch, models):
     for model in models:
         for layer in model.model.layers:
@@ -260,7 +277,13 @@ def halve_their_own(monkeypatch, models):
 
 @pytest.mark.parametrize(
     "cls, change",
-    [(NumberNorm, halve), (FunctionsNorm, exchange), (ItsNumberNorm, halve_their_own)],
+    [
+        (NumberNorm, halve),
+        (FunctionsNorm, exchange),
+        (ItsNumberNorm, halve_their_own),
+        (KeywordNorm, exchange_defaults),
+        (KeywordNorm, write_defaults),
+    ],
 )
 def test_what_arithmetic_reads_changes_later(cls, change, monkeypatch):
     """Until then the kernel runs, thereafter the class's own code."""

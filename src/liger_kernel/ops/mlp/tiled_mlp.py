@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from liger_kernel.core import check, devices
+from liger_kernel.core.forward_state import ForwardState
 from liger_kernel.core.op import Function, flatten_to_2d, in_func_transform
 from liger_kernel.core.recompute import get_recompute
 from liger_kernel.core.tile import cdiv
@@ -129,8 +130,9 @@ def _is_captured(x):
     return getattr(getattr(torch, x.device.type, None), "is_current_stream_capturing", bool)()
 
 
-def _snapshot_state(x):
-    """Return a function that makes a context with this moment's autocast and random state.
+def _snapshot_state(x, mlp_module):
+    """Return a function that makes a context with this moment's autocast and random state, and
+    with the module's modes and adapters.
 
     Within it gradients are enabled.
     """
@@ -138,11 +140,12 @@ def _snapshot_state(x):
     cpu_state = torch.get_rng_state()
     device_indices, device_states = ([], []) if _is_captured(x) else get_device_states(x)
     device_type = "cpu" if x.device.type == "meta" else x.device.type
+    state = ForwardState(mlp_module)
 
     @contextlib.contextmanager
     def restore():
         fork = torch.random.fork_rng(device_indices, device_type=device_type)
-        with torch.enable_grad(), autocast(), fork:
+        with torch.enable_grad(), autocast(), fork, state.restored():
             torch.set_rng_state(cpu_state)
             set_device_states(device_indices, device_states, device_type=device_type)
             yield
@@ -206,7 +209,7 @@ class LigerTiledMLPFunction(Function):
             ctx.save_for_backward(x)
         ctx.run = functools.partial(_run_tile, fn, mlp_module)
         ctx.shards = shards
-        ctx.restore_state = _snapshot_state(x)
+        ctx.restore_state = _snapshot_state(x, mlp_module)
         ctx.places = places
         ctx.forward_tensors = [ForwardTensor(t) for t in tensors]
         version = x._version
@@ -310,8 +313,8 @@ def apply_tiled_mlp(
         ValueError: x has one dimension; num_shards is not positive; fn returns another number of
             rows.
         RuntimeError: fn writes to its input, or uses a tensor that requires a gradient and is not
-            the module's; a parameter was written to or frozen between forward and backward; fn
-            draws random numbers while a CUDA graph is captured.
+            the module's; a parameter was written to or frozen, or an adapter merged, between
+            forward and backward; fn draws random numbers while a CUDA graph is captured.
 
     Source: arXiv:2506.13996.
     """

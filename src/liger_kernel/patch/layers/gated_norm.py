@@ -46,6 +46,7 @@ from liger_kernel.patch.proof.probe import (
 from liger_kernel.patch.proof.rewrite import Replacement, Rewrite
 
 TRIED_WIDTH = 48  # of the rows
+OTHER_WIDTH = 72  # a constant of the code may be TRIED_WIDTH
 TRIED_EPS_AND_GROUP_SIZES = (1e-3, 24), (0.5, 12)
 
 
@@ -157,7 +158,7 @@ def prove(module: torch.nn.Module, reads: ReadRecorder | None = None) -> GatedRM
     error = None
     for candidate in _candidates(module):
         try:
-            if trial.agrees(candidate, same_gradients, [trial.inputs]):
+            if trial.agrees(candidate, same_gradients, [trial.inputs, trial.other_width_inputs]):
                 in_fp32 = candidate
                 break
         except Exception as e:  # such as groups that the rows do not divide into
@@ -234,6 +235,12 @@ class _Trial:
         gate_sizes = torch.tensor((1.0, 10.0, 0.1, 300.0))[:, None, None]
         gate = noise(4, 32, TRIED_WIDTH, seed=2) * gate_sizes
         self.inputs = x, gate, weight
+        # a matrix: code may mean a dimension by its number
+        self.other_width_inputs = (
+            noise(32, OTHER_WIDTH, seed=3),
+            noise(32, OTHER_WIDTH, seed=4),
+            noise(OTHER_WIDTH, seed=5),
+        )
         self.bfloat16_inputs = [t.bfloat16() for t in self.inputs]
         rows = rows_within_float16(x)
         float16_inputs = x[rows], gate[rows], weight
@@ -252,14 +259,15 @@ class _Trial:
     def agrees(self, candidate: GatedRMSNorm, same, inputs) -> bool:
         """Return True if the module computes what the candidate does, by the test ``same``."""
         for eps, group_size in TRIED_EPS_AND_GROUP_SIZES:
-            attributes = candidate.attributes(eps, group_size, TRIED_WIDTH)
-            run = functools.partial(self.run, **attributes)
             expected = functools.partial(
                 candidate.norm,
                 gated_rms_norm_reference,
                 eps=eps if isinstance(candidate.eps, str) else candidate.eps,
                 group_size=group_size if candidate.groups else None,
             )
-            if not all(same(run, expected, tensors) for tensors in inputs):
-                return False
+            for tensors in inputs:
+                attributes = candidate.attributes(eps, group_size, tensors[0].shape[-1])
+                run = functools.partial(self.run, **attributes)
+                if not same(run, expected, tensors):
+                    return False
         return True

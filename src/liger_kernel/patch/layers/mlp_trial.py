@@ -90,7 +90,8 @@ def find_matching_formula(
     Args:
         run: the module's function of x.
         candidates: (replacement, its formula of x).
-        x: (rows, columns), of size 1. Row i is tried in the size 10^(i - 2).
+        x: (rows, columns), of size 1; an even number of rows. Row i is tried in the size
+            10^(i - 2).
         formula_name, activation_names: the formulas in the words of a report.
         reads: notes what the module reads.
 
@@ -100,6 +101,8 @@ def find_matching_formula(
     reason = f"it does not compute {formula_name} with {activation_names}"
     x = x * 10.0 ** torch.arange(-2, len(x) - 2)[:, None]  # some clamp what is large
     low_precision_inputs = x.bfloat16(), x[:4].half()
+    # of another rank: code may mean a dimension by its number
+    other_inputs = *low_precision_inputs, x.bfloat16().view(2, len(x) // 2, -1)
     try:
         reads.record(functools.partial(run, x), functools.partial(run, low_precision_inputs[0]))
         output = run(x)
@@ -107,7 +110,7 @@ def find_matching_formula(
             if close(output, formula(x)):
                 if not same_gradients(run, formula, [x]):
                     return f"it has another gradient than {formula_name}"
-                if all(equal(run(low), formula(low)) for low in low_precision_inputs):
+                if all(equal(run(other), formula(other)) for other in other_inputs):
                     return replacement
                 reason = f"it rounds elsewhere than {formula_name}"
     except Exception as error:

@@ -58,6 +58,7 @@ PARAMETER_NAMES = "weight", "bias"
 # of norms whose eps is a number in their code
 COMMON_EPSILONS = 1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps
 TRIED_EPSILONS = 1e-3, 0.5  # values of an attribute that may be the eps
+OTHER_WIDTH = 24  # a constant of the code may be 1 / HIDDEN_SIZE
 
 
 @dataclass(frozen=True)
@@ -271,15 +272,17 @@ class _Trial:
     def __init__(self, module, parameter_names: set[str]):
         self.module = module
         self.parameter_names = parameter_names
-        self.attributes = {}
-        if "normalized_shape" in module.__dict__:
-            self.attributes["normalized_shape"] = (HIDDEN_SIZE,)
 
         x = scaled_rows(4, 32, HIDDEN_SIZE)
         parameters = noise(HIDDEN_SIZE, seed=1), noise(HIDDEN_SIZE, seed=2)
         float16_rows = x[rows_within_float16(x)]
         self.inputs = x, *parameters
         self.large_parameter_inputs = x, *(1e6 * p for p in parameters)
+        self.other_width_inputs = (
+            scaled_rows(3, 32, OTHER_WIDTH),
+            noise(OTHER_WIDTH, seed=3),
+            noise(OTHER_WIDTH, seed=4),
+        )
         self.low_precision_inputs = [
             [t.to(dtype) for t in (rows, *parameters)]
             for rows, dtype in zip((x, float16_rows), LOW_PRECISION_DTYPES, strict=True)
@@ -294,9 +297,11 @@ class _Trial:
         values = {"weight": weight, "bias": bias}
         parameters = dict.fromkeys(self.module._parameters)
         parameters.update({name: values[name] for name in self.parameter_names})
+        if "normalized_shape" in self.module.__dict__:
+            attributes["normalized_shape"] = (x.shape[-1],)
 
         def in_mode(**mode):
-            copy = make(self.module, parameters, **self.attributes, **attributes, **mode)
+            copy = make(self.module, parameters, **attributes, **mode)
             return call_forward(copy, x)
 
         return same_in_both_modes(in_mode)
@@ -327,7 +332,9 @@ class _Trial:
 
         def agrees_in_fp32(formula):
             return agrees(formula, same_gradients, [self.inputs]) and agrees(
-                formula, compare_outputs(close_by_row), [self.large_parameter_inputs]
+                formula,
+                compare_outputs(close_by_row),
+                [self.large_parameter_inputs, self.other_width_inputs],
             )
 
         has_weight, has_bias = (name in self.parameter_names for name in PARAMETER_NAMES)

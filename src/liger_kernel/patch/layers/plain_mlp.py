@@ -239,7 +239,7 @@ def _prove_xielu(module, candidate: XIELUMLP, linear, reads: ReadRecorder) -> XI
     x = noise(8, HIDDEN_SIZE, seed=20) * 10.0 ** torch.arange(-2, 6)[:, None]
     try:
         for values in XIELU_TRIED_VALUES:
-            for inputs in (x, x.bfloat16(), x[:4].half()):
+            for inputs in (x, x.bfloat16(), x.bfloat16().view(2, 4, -1), x[:4].half()):
                 alpha_p, alpha_n, *constants = (
                     torch.tensor(value, dtype=inputs.dtype) for value in values
                 )

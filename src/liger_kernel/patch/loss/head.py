@@ -9,6 +9,7 @@ called. The loss is computed in one of two ways:
 
 from __future__ import annotations
 
+import contextlib
 from types import MethodType
 
 import torch
@@ -16,6 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as module_hooks
 from torch.utils.checkpoint import checkpoint
 
+from liger_kernel.core.forward_state import ForwardState
 from liger_kernel.ops.functional import CrossEntropyOutput
 from liger_kernel.ops.head.token_log_probs import compute_dtype
 from liger_kernel.patch.loss import causal_lm
@@ -328,15 +330,23 @@ def loss_from_weight(head, hidden_states, targets, spec, options):
 def loss_in_chunks(head, forward, hidden_states, targets, spec, options):
     """Return the loss by calling the head (LoRA, quantised), `CHUNK_ROWS` rows at a time.
 
-    Logits exist for one chunk, and once more in backward. A head that mixes rows is called once.
-    The arguments are those of `loss_from_weight`; ``forward`` is called with the head and a chunk.
+    Logits exist for one chunk, and once more in backward, in the state of the forward. A head that
+    mixes rows is called once. The arguments are those of `loss_from_weight`; ``forward`` is called
+    with the head and a chunk.
+
+    Raises, in backward:
+        RuntimeError: the head's parameters are others by then.
     """
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     targets = targets.reshape(-1).to(hidden_states.device)
     chunk_rows = len(rows) if mixes_rows(head) else CHUNK_ROWS
 
+    state = parameters = None  # until all chunks have run
+
     def chunk_loss(chunk, chunk_targets):
-        logits = spec.transform(forward(head, chunk))
+        _check_parameters(head, parameters)
+        with contextlib.nullcontext() if state is None else state.restored():
+            logits = spec.transform(forward(head, chunk))
         result = liger_causal_lm_loss(
             logits,
             None,
@@ -358,6 +368,8 @@ def loss_in_chunks(head, forward, hidden_states, targets, spec, options):
         num_valid = (chunk_targets != spec.ignore_index).sum()
         if accuracy is not None:
             num_correct.append(torch.where(num_valid > 0, accuracy * num_valid, 0.0))
+    state = ForwardState(head)
+    parameters = _present_parameters(head)
     num_valid = (targets != spec.ignore_index).sum()
     num_items = spec.num_items_in_batch
     if num_items is None:
@@ -372,3 +384,37 @@ def loss_in_chunks(head, forward, hidden_states, targets, spec, options):
         torch.stack(num_correct).sum() / num_valid if num_correct else None,
         torch.cat(predicted_tokens) if has_tokens else None,
     )
+
+
+def _present_parameters(head) -> list | None:
+    """Return what `_check_parameters` compares; None where they come and go by themselves.
+
+    That is with FSDP and ZeRO-3, which gather them for each use.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return None
+    parameters = []
+    for p in head.parameters():
+        version = None if p.is_inference() else p._version
+        parameters.append((p, p.requires_grad, version))
+    return parameters
+
+
+def _check_parameters(head, before) -> None:
+    """Raise if a head does not have the parameters of its forward any more.
+
+    They may be written to, frozen with their adapter, or another call's of
+    ``torch.func.functional_call``.
+    """
+    if before is None:
+        return
+    present = _present_parameters(head)
+    unchanged = present is not None and len(present) == len(before)
+    for (p, *now), (p_before, *then) in zip(present or (), before, strict=False):
+        unchanged = unchanged and p is p_before and now == then
+    if not unchanged:
+        raise RuntimeError(
+            f"liger-kernel: parameters of the model's head, a {type(head).__name__}, were "
+            "replaced, written to or frozen between forward and backward, which computes its "
+            "logits again; call backward before, or the model with skip_logits=False"
+        )

@@ -224,7 +224,8 @@ def code_check(original_method, globals_read):
     user_code = []
     for function in candidates:
         if isinstance(function, types.FunctionType) and not purity.is_released_code(function):
-            user_code.append((function, function.__code__, function.__defaults__))
+            keywords = dict(function.__kwdefaults__ or {})
+            user_code.append((function, function.__code__, function.__defaults__, keywords))
     same_globals = functions.globals_unchanged(globals_read)
     if not user_code:
         return same_globals
@@ -232,8 +233,10 @@ def code_check(original_method, globals_read):
     def same_code():
         if is_compiling():  # which guards the code that it has traced
             return same_globals is None or same_globals()
-        for function, code, defaults in user_code:
+        for function, code, defaults, keywords in user_code:
             if function.__code__ is not code or function.__defaults__ is not defaults:
+                return False
+            if (function.__kwdefaults__ or {}) != keywords:
                 return False
         return same_globals is None or same_globals()
 
