@@ -229,10 +229,24 @@ def test_layers_are_called_where_they_do_more(fused):
     assert len(calls) == 2 and not fused
 
 
-def test_hooks_on_the_activation_run(fused):
-    patched_model, reference, _ = model_of(Plain())
+class ActOfAct(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.SiLU()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_hooks_on_the_activation_run(fused, below):
+    mlp = Plain()
+    if below:
+        mlp.act = ActOfAct()
+    patched_model, reference, _ = model_of(mlp)
     calls = []
     for one in (patched_model[0], reference[0]):
-        one.act.register_forward_hook(lambda *args: calls.append(1))
+        hooked = one.act.inner if below else one.act
+        hooked.register_forward_hook(lambda *args: calls.append(1))
     assert_same_output(patched_model[0], reference[0])
     assert len(calls) == 2 and not fused

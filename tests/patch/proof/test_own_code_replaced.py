@@ -321,6 +321,32 @@ def test_an_activation_that_reads_a_number(monkeypatch):
     assert_same_step(step(patched_model), step(reference))
 
 
+class ActOfAct(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.SiLU()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def doubled(module, inputs, output):
+    return 2 * output
+
+
+def test_a_hook_below_the_activation():
+    """It is put on later, on what is no child of the MLP."""
+    reference, patched_model, report = patched_pair(replace_mlps(mlp_with_activation(ActOfAct)))
+    assert report.of("LlamaMLP") == 2
+    before = step(reference)
+    assert_same_step(step(patched_model), before)
+    for model in (reference, patched_model):
+        model.model.layers[0].mlp.act_fn.inner.register_forward_hook(doubled)
+    after = step(reference)
+    assert_same_step(step(patched_model), after)
+    assert not torch.isclose(before[0].loss, after[0].loss, rtol=1e-4)
+
+
 def test_a_function_that_reads_a_number(monkeypatch):
     reference, patched_model, report = patched_pair(
         replace_mlps(mlp_with_activation(lambda: gained))

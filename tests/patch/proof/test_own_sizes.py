@@ -98,3 +98,13 @@ def test_what_holds_for_the_trial_alone(cls, num_inputs):
     assert report.of(cls.__name__) == 0
     inputs = torch.randn(num_inputs, 2, 6, WIDTH)
     torch.testing.assert_close(patched(*inputs), reference(*inputs))
+
+
+@pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_without_a_weight_and_rows_of_another_width(cls):
+    patched = cls(WIDTH // 2, elementwise_affine=False)
+    report = liger.apply_liger_kernel(patched)
+    assert report.of(cls.__name__) == 1
+    patched(torch.randn(3, WIDTH // 2))
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        patched(torch.randn(3, WIDTH))

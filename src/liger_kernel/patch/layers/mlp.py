@@ -30,7 +30,7 @@ from liger_kernel.patch.layers.mlp_trial import (
     reason_has_more,
 )
 from liger_kernel.patch.proof.conditions import is_large, left_to_compiler
-from liger_kernel.patch.proof.hooks import has_hooks
+from liger_kernel.patch.proof.hooks import has_hooks_within
 from liger_kernel.patch.proof.parts import ReadRecorder
 from liger_kernel.patch.proof.probe import (
     HIDDEN_SIZE,
@@ -93,7 +93,7 @@ class GatedMLP(GatedActivation):
             modules = self._modules
             for name, module in modules.items():
                 is_activation = name not in projections and module is not None
-                if is_activation and has_hooks(module, still_called=False):
+                if is_activation and has_hooks_within(module):
                     return cls.forward(self, x)
             gate, up, down = (modules.get(name) or getattr(self, name) for name in projections)
             if mlp.gate == mlp.up:

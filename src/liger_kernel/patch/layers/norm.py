@@ -98,7 +98,8 @@ class RMSNorm(Replacement):
             eps = _eps_of(self, norm)
             weight = self.weight if norm.has_weight else None
             parameters = [weight] if norm.has_weight else []
-            if not _can_run(hidden_states, eps, parameters, norm.mixed_dtypes):
+            fits = norm.has_weight or _has_width_of(self, hidden_states)
+            if not fits or not _can_run(hidden_states, eps, parameters, norm.mixed_dtypes):
                 y = _apply_to_dtensor(rms_norm, hidden_states, eps, parameters)
                 return cls.forward(self, hidden_states) if y is None else y
             # x / rms is rounded to x's dtype before the product, which then has the promoted dtype
@@ -150,7 +151,8 @@ class LayerNorm(Replacement):
                 parameters.append(weight)
             if norm.has_bias:
                 parameters.append(bias)
-            if not _can_run(hidden_states, eps, parameters):
+            fits = norm.has_weight or _has_width_of(self, hidden_states)
+            if not fits or not _can_run(hidden_states, eps, parameters):
                 y = _apply_to_dtensor(layer_norm, hidden_states, eps, parameters)
                 return cls.forward(self, hidden_states) if y is None else y
             y = functional.liger_layer_norm(hidden_states, weight, bias, eps)
@@ -163,6 +165,14 @@ class LayerNorm(Replacement):
 
 def _eps_of(module, norm: RMSNorm | LayerNorm):
     return getattr(module, norm.eps) if isinstance(norm.eps, str) else norm.eps
+
+
+def _has_width_of(module, x) -> bool:
+    """Return True if x has the width that a norm without a weight says that it has, if it does.
+
+    PyTorch's raises for another."""
+    shape = module.__dict__.get("normalized_shape")
+    return shape is None or x.shape[-1:] == ((shape,) if isinstance(shape, int) else tuple(shape))
 
 
 def _can_run(x, eps, parameters, mixed_dtypes=False) -> bool:

@@ -33,7 +33,7 @@ from liger_kernel.patch.layers.mlp_trial import (
     reason_has_more,
 )
 from liger_kernel.patch.proof.conditions import left_to_compiler
-from liger_kernel.patch.proof.hooks import HOOK_ATTRIBUTES, has_hooks
+from liger_kernel.patch.proof.hooks import HOOK_ATTRIBUTES, has_hooks_within
 from liger_kernel.patch.proof.parts import ReadRecorder
 from liger_kernel.patch.proof.probe import (
     HIDDEN_SIZE,
@@ -98,13 +98,12 @@ class PlainMLP(Replacement):
 
         def forward(self, x):
             projections = replacement.up, replacement.down
-            other_children = (
-                child
-                for name, child in self._modules.items()
-                if name not in projections and child is not None
-            )
-            if left_to_compiler(x) or has_hooks(*other_children, still_called=False):
+            if left_to_compiler(x):
                 return cls.forward(self, x)
+            for name, child in self._modules.items():
+                is_activation = name not in projections and child is not None
+                if is_activation and has_hooks_within(child):
+                    return cls.forward(self, x)
             adopt(self)
             return replacement.activation_and_down(self, getattr(self, replacement.up)(x))
 

@@ -30,6 +30,17 @@ def has_hooks(*modules, still_called=True) -> bool:
     return _modules._has_any_global_hook()
 
 
+def has_hooks_within(module) -> bool:
+    """Return True if there are hooks to respect on a module that is not called any more, or on one
+    below it."""
+    if has_hooks(module, still_called=False):
+        return True
+    for child in module._modules.values():
+        if child is not None and has_hooks_within(child):
+            return True
+    return False
+
+
 def has_only_idle_zero3_hooks(module) -> bool:
     """Return True if all its hooks are ZeRO-3's, and it has no parameters for them to gather."""
     for name in HOOK_ATTRIBUTES:
