@@ -18,6 +18,17 @@ class PlainRMSNorm(LlamaRMSNorm):
         return self.weight * h.to(x.dtype)
 
 
+class ActivationWithin(torch.nn.Module):
+    """SiLU by a module below."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.SiLU()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 def mlp_with_activation(act):
     """Return a function that makes a Llama MLP whose ``act_fn`` is ``act()``."""
 

@@ -8,6 +8,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from hardware import DEVICE
+from own_code import ActivationWithin
 from patched import assert_same_step, step
 from proofs import apply_with_trust, assert_same_output, is_patched, model_of
 from transformers.activations import ACT2FN
@@ -229,20 +230,11 @@ def test_layers_are_called_where_they_do_more(fused):
     assert len(calls) == 2 and not fused
 
 
-class ActOfAct(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.SiLU()
-
-    def forward(self, x):
-        return self.inner(x)
-
-
 @pytest.mark.parametrize("below", [False, True])
 def test_hooks_on_the_activation_run(fused, below):
     mlp = Plain()
     if below:
-        mlp.act = ActOfAct()
+        mlp.act = ActivationWithin()
     patched_model, reference, _ = model_of(mlp)
     calls = []
     for one in (patched_model[0], reference[0]):

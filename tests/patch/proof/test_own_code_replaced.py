@@ -9,7 +9,14 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from own_code import PlainRMSNorm, mlp_with_activation, patched_pair, replace_mlps, replace_norms
+from own_code import (
+    ActivationWithin,
+    PlainRMSNorm,
+    mlp_with_activation,
+    patched_pair,
+    replace_mlps,
+    replace_norms,
+)
 from patched import assert_same_step, step
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
@@ -321,22 +328,15 @@ def test_an_activation_that_reads_a_number(monkeypatch):
     assert_same_step(step(patched_model), step(reference))
 
 
-class ActOfAct(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.SiLU()
-
-    def forward(self, x):
-        return self.inner(x)
-
-
 def doubled(module, inputs, output):
     return 2 * output
 
 
 def test_a_hook_below_the_activation():
     """It is put on later, on what is no child of the MLP."""
-    reference, patched_model, report = patched_pair(replace_mlps(mlp_with_activation(ActOfAct)))
+    reference, patched_model, report = patched_pair(
+        replace_mlps(mlp_with_activation(ActivationWithin))
+    )
     assert report.of("LlamaMLP") == 2
     before = step(reference)
     assert_same_step(step(patched_model), before)
