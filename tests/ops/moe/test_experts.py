@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.core import devices
-from liger_kernel.ops.moe import experts, grouped_matmul, outer_products
+from liger_kernel.ops.moe import expert_kernels, experts, grouped_matmul, outer_products
 from liger_kernel.ops.moe.experts import (
     LigerExperts,
     LigerFusedMoEFunction,
@@ -29,7 +29,7 @@ CLAMPED = dict(limit=0.8, alpha=1.702, shift=1.0)
 F64 = torch.float64
 
 
-def random_inputs(tokens=T, K=K, dtype=torch.float32, biases=False):
+def random_inputs(tokens=T, K=K, dtype=torch.float32, biases=False, H=H):  # noqa: N803
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
@@ -284,6 +284,21 @@ def test_several_tiles_and_blocks(interleaved, operands, small_tiles):
     actual = output_and_grads(liger_experts, inputs, interleaved=interleaved)
     for name, e in expected.items():
         assert (actual[name].double() - e).abs().max() <= bound * e.abs().max(), name
+
+
+def test_columns_in_strips(monkeypatch):
+    """The experts' rows of one strip of columns are added before those of the next are made."""
+    widths = []
+    add = expert_kernels.sum_by_token
+
+    def count(parts, *arguments):
+        widths.append(parts.shape[1])
+        add(parts, *arguments)
+
+    monkeypatch.setattr(expert_kernels, "sum_by_token", count)
+    monkeypatch.setattr(expert_kernels, "PARTS_BYTES", 1)
+    assert_exact(random_inputs(biases=True, H=520))
+    assert widths == [256, 256, 8] * 2  # in forward and in backward
 
 
 @pytest.mark.thorough

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel.ops.moe import grouped_matmul, lora_experts, outer_products
+from liger_kernel.ops.moe import expert_kernels, grouped_matmul, lora_experts, outer_products
 from liger_kernel.ops.moe.experts import experts_reference, liger_experts
 from liger_kernel.ops.moe.lora_experts import TableAdapter, liger_lora_experts
 
@@ -240,6 +240,11 @@ def test_several_tiles_and_blocks(tma, monkeypatch):
     for name in ("gate_up_proj", "down_proj"):
         inputs[name] = inputs[name] / inputs[name].shape[-1] ** 0.5
     assert_exact(cast(inputs, torch.bfloat16) if tma else inputs)
+
+
+def test_columns_in_strips(monkeypatch):
+    monkeypatch.setattr(expert_kernels, "PARTS_BYTES", 1)
+    assert_exact(random_inputs(biases=True, H=264))
 
 
 # ---- gradients ----

@@ -369,6 +369,15 @@ def _choose_tile(x, block_m, N, K, num_tiles, max_block_n):
     return block_n, block_k, num_stages, num_warps
 
 
+def column_strips(S, N, x, max_bytes):
+    """Yield slices of N columns, such that S rows of a slice, in x's dtype, take ``max_bytes`` or
+    little more: a slice has a multiple of 256 columns."""
+    num_strips = max(cdiv(S * N * x.element_size(), max_bytes), 1)
+    width = cdiv(max(N, 1), num_strips * 256) * 256
+    for first in range(0, N, width):
+        yield slice(first, first + width)
+
+
 def halves_tiles(a, tile_rows) -> bool:
     """Return True if an expert's last tile may have half of ``tile_rows`` rows."""
     return tile_rows >= MIN_HALVED_TILE and devices.arch(a) in HALF_TILES

@@ -12,7 +12,7 @@ import torch
 
 from liger_kernel.core.op import cast_if_needed, custom_op, flatten_rows
 from liger_kernel.core.tile import cdiv
-from liger_kernel.ops.moe.expert_kernels import gate_backward, linear_layout, sum_by_token
+from liger_kernel.ops.moe.expert_kernels import gate_backward, linear_layout, multiply_and_sum
 from liger_kernel.ops.moe.grouped_matmul import RANK_MULTIPLE, grouped_matmul
 from liger_kernel.ops.moe.outer_products import narrow_outer_products
 
@@ -98,11 +98,10 @@ class _SortedRows:
         self._multiply(a, matrices, None, c, False, self.in_order, None)
         return c
 
-    def multiply_to_assignments(self, a, matrices, bias=None, low_rank=None):
-        """Return c (S, N) as `multiply`, with a row for each assignment in place of each r."""
-        c = self._empty(a, matrices)
-        self._multiply(a, matrices, bias, c, False, self.order, low_rank)
-        return c
+    def multiply_and_sum(self, a, matrices, bias, weights, out, low_rank):
+        """Write out (T, N), the sum of each token's rows as `multiply` has them."""
+        routed = self.index.shape[1], self.order, self.offsets, self.tiles, self.tile_rows
+        multiply_and_sum(a, matrices, bias, weights, out, self.index, *routed, low_rank=low_rank)
 
     def _multiply(self, a, matrices, bias, c, gather, order, low_rank, **activation):
         bias = None if bias is None else bias.contiguous()
@@ -193,9 +192,8 @@ def lora_experts_fwd(
     if down_factors is not None:
         p = rows.multiply(z, down_factors.a.mT)
         low_rank = p, down_factors.b
-    y = rows.multiply_to_assignments(z, down.mT, down_bias, low_rank)
     out = x.new_empty(x.shape)
-    sum_by_token(y, weights.contiguous(), rows.index, out, E)
+    rows.multiply_and_sum(z, down.mT, down_bias, weights.contiguous(), out, low_rank)
     return (out, pre, a, p) if keep_pre else (out, None, None, None)
 
 
@@ -388,6 +386,5 @@ def compute_lora_gradients(
         d_gate_up_b.mul_(gate_up_scaling)
     if need_x:
         dx = x.new_empty(x.shape)
-        dx_parts = rows.multiply_to_assignments(dpre, gate_up, low_rank=low_rank)
-        sum_by_token(dx_parts, None, rows.index, dx, rows.E)
+        rows.multiply_and_sum(dpre, gate_up, None, None, dx, low_rank)
     return dx, dweights, d_gate_up_a, d_gate_up_b, d_down_a, d_down_b

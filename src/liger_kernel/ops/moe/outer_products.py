@@ -16,7 +16,7 @@ from liger_kernel.core import devices
 from liger_kernel.core.kernel import kernel, tma_descriptor
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
 from liger_kernel.ops.moe import hopper
-from liger_kernel.ops.moe.grouped_matmul import GROUP_M, choose_launch, dot
+from liger_kernel.ops.moe.grouped_matmul import GROUP_M, choose_launch, column_strips, dot
 
 GATHER_BYTES = 3 * 2**26  # of rows that are gathered at a time, or 256 of their columns
 # architectures with TMA whose outer products read rows of tokens where they lie, if the sorted rows
@@ -210,12 +210,8 @@ def _gather_strips(tokens, sorted_rows, c, token_rows, top_k, order):
     """Gather a row of ``tokens`` for each r, a strip of its columns at a time.
 
     Yields a, b and c of a strip for `_outer_products`."""
-    width = tokens.shape[1]
     S = order.numel()
-    num_strips = max(cdiv(S * width * tokens.element_size(), GATHER_BYTES), 1)
-    strip = cdiv(width, num_strips * 256) * 256
-    for first in range(0, width, strip):
-        columns = slice(first, first + strip)
+    for columns in column_strips(S, tokens.shape[1], tokens, GATHER_BYTES):
         source = tokens[:, columns]
         gathered = tokens.new_empty((S, source.shape[1]))
         _gather_rows[(S,)](
