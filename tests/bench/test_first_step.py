@@ -1,6 +1,33 @@
 """`bench.first_step` on a small model, on the host: two processes, and the table."""
 
-from bench import first_step, training_tables
+import gc
+import time
+import weakref
+
+from bench import first_step, train, training_tables
+
+
+class Cycle:
+    """An object that only garbage collection frees."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_garbage_is_collected_before_the_first_step(monkeypatch):
+    garbage = weakref.ref(Cycle())
+    alive = []
+
+    def stepping(model, forward):
+        return lambda batch: alive.append(garbage() is not None)
+
+    monkeypatch.setattr(train, "stepping", stepping)
+    gc.disable()
+    try:
+        first_step.train_once("eager", "tiny", 16, 1, 2, "cpu", time.time())
+    finally:
+        gc.enable()
+    assert alive == [False, False]
 
 
 def test_two_processes():
