@@ -112,3 +112,28 @@ def test_parameters_of_a_functional_call():
     loss = torch.func.functional_call(patched, parameters, (), tiny.batch()).loss
     with pytest.raises(RuntimeError, match="of the model's head, a Linear, were replaced"):
         loss.backward()
+
+
+def call_with_others(patched):
+    parameters = {}
+    for name, parameter in patched.named_parameters():
+        parameters[name] = (1.1 * parameter.detach()).requires_grad_(parameter.requires_grad)
+    return torch.func.functional_call(patched, parameters, (), tiny.batch()).loss
+
+
+def call_and_write(patched):
+    loss = patched(**tiny.batch()).loss
+    with torch.no_grad():
+        patched.model.layers[0].mlp.up_proj.weight.mul_(2)
+    return loss
+
+
+@pytest.mark.parametrize("call, change", [(call_with_others, "replaced"), (call_and_write, "writ")])
+def test_frozen_parameters_of_tiles_that_change_before_backward(call, change):
+    patched = tiny.model("llama", num_hidden_layers=1)
+    for name, parameter in patched.named_parameters():
+        parameter.requires_grad_("mlp" not in name)
+    liger.apply_liger_kernel(patched, tiled_mlp=4)
+    loss = call(patched)
+    with pytest.raises(RuntimeError, match=f"weight was {change}.* the tiles again"):
+        loss.backward()

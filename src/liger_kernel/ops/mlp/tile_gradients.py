@@ -113,10 +113,7 @@ class ForwardTensor:
             change = "replaced"
         else:
             change = "written to" if t.requires_grad else "frozen"
-        raise RuntimeError(
-            f"{NAME}: {type(module).__name__}.{name} was {change} between forward and backward, "
-            "which computes the tiles again; do it after backward"
-        )
+        _raise_changed(module, name, change)
 
 
 def current_tensors(places, forward_tensors):
@@ -125,6 +122,44 @@ def current_tensors(places, forward_tensors):
         tensor.current(*tensor_places[0])
         for tensor, tensor_places in zip(forward_tensors, places, strict=True)
     ]
+
+
+class FrozenParameters:
+    """References to the parameters that forward has used, and that need no gradient.
+
+    They have to be in their places in backward, too. Left out is what its owner may exchange:
+    views (FSDP1), tensor subclasses, and what is not there (accelerate's offloading).
+    """
+
+    def __init__(self, module):
+        self.parameters = []  # (module, name, reference, version)
+        for m in module.modules():
+            for name, t in m._parameters.items():
+                if _stays_in_place(t) and not t.requires_grad:
+                    self.parameters.append((m, name, TensorWeakRef(t), t._version))
+
+    def check(self):
+        """Raise if one of them was replaced or written to."""
+        for module, name, reference, version in self.parameters:
+            t = module._parameters.get(name)
+            if not _stays_in_place(t):
+                continue
+            if t is not reference():
+                _raise_changed(module, name, "replaced")
+            if t._version != version:
+                _raise_changed(module, name, "written to")
+
+
+def _stays_in_place(t) -> bool:
+    is_plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t._base is None
+    return is_plain and not t.is_meta and not t.is_inference()
+
+
+def _raise_changed(module, name, change):
+    raise RuntimeError(
+        f"{NAME}: {type(module).__name__}.{name} was {change} between forward and backward, "
+        "which computes the tiles again; do it after backward"
+    )
 
 
 _substitution_lock = threading.RLock()

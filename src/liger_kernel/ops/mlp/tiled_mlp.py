@@ -41,6 +41,7 @@ from liger_kernel.ops.mlp.modules import LigerGEGLUMLP, LigerSwiGLUMLP
 from liger_kernel.ops.mlp.tile_gradients import (
     NAME,
     ForwardTensor,
+    FrozenParameters,
     GradientSum,
     backward_tile,
     current_tensors,
@@ -212,6 +213,7 @@ class LigerTiledMLPFunction(Function):
         ctx.restore_state = _snapshot_state(x, mlp_module)
         ctx.places = places
         ctx.forward_tensors = [ForwardTensor(t) for t in tensors]
+        ctx.frozen = FrozenParameters(mlp_module)
         version = x._version
         need_dx = ctx.needs_input_grad[2]  # a tile has requires_grad as x has
 
@@ -235,6 +237,7 @@ class LigerTiledMLPFunction(Function):
         x, *recompute_tensors = ctx.input_node.saved_tensors
         x = ctx.recompute(x, *recompute_tensors) if ctx.recompute else x
         tensors = current_tensors(ctx.places, ctx.forward_tensors)
+        ctx.frozen.check()
         needs = [ctx.needs_input_grad[2], *ctx.needs_input_grad[6:]]
         # a view of each tensor that is computed of others: one may depend on another
         inputs = [x.view_as(x), *(t if t.is_leaf else t.view_as(t) for t in tensors)]
@@ -258,6 +261,7 @@ class LigerTiledMLPFunction(Function):
     def backward(ctx, dy):
         x, *recompute_tensors = ctx.input_node.saved_tensors
         tensors = current_tensors(ctx.places, ctx.forward_tensors)
+        ctx.frozen.check()
         need_dx = ctx.needs_input_grad[2]
         dx = x.new_empty(x.shape) if need_dx else None
         sums = [GradientSum() if need else None for need in ctx.needs_input_grad[6:]]
@@ -313,8 +317,8 @@ def apply_tiled_mlp(
         ValueError: x has one dimension; num_shards is not positive; fn returns another number of
             rows.
         RuntimeError: fn writes to its input, or uses a tensor that requires a gradient and is not
-            the module's; a parameter was written to or frozen, or an adapter merged, between
-            forward and backward; fn draws random numbers while a CUDA graph is captured.
+            the module's; a parameter was written to, replaced or frozen, or an adapter merged,
+            between forward and backward; fn draws random numbers while a CUDA graph is captured.
 
     Source: arXiv:2506.13996.
     """
