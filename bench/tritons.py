@@ -4,8 +4,8 @@
 
 DIR holds the other one (``pip install --no-deps --target DIR triton==3.9.0``). Each version has a
 process of its own, in which a `Case` is timed as `bench.ops` does it, with the same inputs. Results
-are saved after each row, without ``--out`` in a file for each version in DIR; ``--resume`` goes on
-with what the file lacks."""
+are saved after each row, in a file for each version of the other one, such as tritons_3_9.json;
+``--resume`` goes on with what the file lacks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--case-limit", type=float, default=60, help="seconds for one answer (60)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are complete")
-    parser.add_argument("--out", help="JSON file (bench/results/tritons_3_9.json)")
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file, or a directory for it")
     return parser.parse_args(argv)
 
 
@@ -84,6 +84,8 @@ def main(argv: list[str] | None = None) -> None:
     workers, described = start(args, time_left())
     _, other = workers
     kind = "tritons_" + "_".join(other.split(".")[:2])
+    if args.out is not None and args.out.is_dir():
+        args.out /= f"{kind}.json"
     settings = {"machine": described, "versions": [*workers], "dtype": "bfloat16"}
     earlier = machine.resumed(kind, settings, args.out) if args.resume else None
     data = settings | {"rows": []}

@@ -1,6 +1,8 @@
 """`bench.tritons` without a GPU: turns, what is saved, the table."""
 
 import json
+import re
+import shlex
 
 import pytest
 from host_timing import reply
@@ -50,6 +52,29 @@ def test_the_whole_program(tmp_path, capsys):
     assert "| rms_norm 8192×2048 | 1 / 2 / 3 ms | 1 / 2.2 / 3 ms | 1.00 / 1.10 / 1.00 |" in page
     assert "More than 3% apart: rms_norm 8192×2048 backward +10%." in page
     assert "CompilationError: at 1:2" in page
+
+
+@pytest.mark.parametrize("version", ["3.7.0", "3.9.0"])
+def test_the_script_writes_a_file_for_each_version(tmp_path, monkeypatch, version):
+    """Its call of the program, with the version of the other Triton."""
+    script = (ops.ROOT / "scripts" / "gpu-bench").read_text()
+    (arguments,) = re.findall(r"-m bench\.tritons (.*?) \|\|", script)
+    arguments = shlex.split(
+        arguments.replace("$out", str(tmp_path)).replace("${more[@]}", "--quick")
+    )
+    describe = {"triton": version, "gpu": "GPU X", "torch": "2", "date": "today"}
+    ask = Worker.ask
+
+    def ask_other(self, request, limit):
+        is_other = self.version != "3.6.0"
+        return describe if is_other and request.get("describe") else ask(self, request, limit)
+
+    monkeypatch.setattr(Worker, "ask", ask_other)
+    tritons.main([*arguments, "--triton", "other", "--only", "rms_norm"])
+    major, minor, _ = version.split(".")
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"tritons_{major}_{minor}.json"
+    assert json.loads(path.read_text())["kind"] == path.stem
 
 
 def test_resume(tmp_path):

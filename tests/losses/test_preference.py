@@ -300,6 +300,24 @@ def test_low_precision(dtype, memory):
         assert error <= allowed + 4 * torch.finfo(dtype).eps
 
 
+def test_small_gradients_of_a_function_in_fp16(with_and_without_kernels):
+    """They are multiplied by a scaler's factor before they are rounded: fp16 has few digits of what
+    is divided by 1,024 tokens."""
+    torch.manual_seed(0)
+    h = torch.randn(2, 512, H, device=DEVICE).half().requires_grad_()
+    w = (torch.randn(V, H, device=DEVICE) / H**0.5).half().requires_grad_()
+    target = torch.randint(V, (2, 512), device=DEVICE)
+    gradients = []
+    for dtype in torch.float16, F64:
+        tensors = [x.to(dtype) for x in (h, w)]
+        loss, _ = functional.liger_fused_linear_simpo(*tensors, target, None, -100, 0.01)
+        gradients.append(torch.autograd.grad(loss * 2.0**16, (h, w)))
+    for actual, expected in zip(*gradients, strict=True):
+        error = (actual.double() - expected).abs().sum() / expected.double().abs().sum()
+        # the logits, their gradient and the result are rounded, to half an eps each
+        assert error <= 2 * torch.finfo(torch.float16).eps
+
+
 EMPTY = {
     "dpo": (chunked_loss.LigerFusedLinearDPOLoss, {}, {}),
     "dpo of means": (

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from liger_kernel.ops.head.forward_gradients import (
-    load_gradients,
-    store_gradients,
-    value_and_gradients,
-)
+from liger_kernel.core.op import differentiable_gradients
+from liger_kernel.ops.head.forward_gradients import detach_inputs
 
 
 class GradientsInForward(torch.autograd.Function):
@@ -37,13 +34,39 @@ class GradientsInForward(torch.autograd.Function):
             x is not None and ctx.needs_input_grad[position]
             for position, x in zip(cls.HEAD_ARGUMENTS, head, strict=True)
         ]
-        (loss, *others), grads = value_and_gradients(loss_fn, head, needs_grad)
+        with torch.set_grad_enabled(any(needs_grad)):
+            leaves = detach_inputs(head, needs_grad)
+            loss, *others = loss_fn(*leaves)
+        # The loss's own graph has the gradients. Backward multiplies them there, once: rounded to
+        # fp16 before, those that a scaler makes large would vanish (`planning.divides_at_end`).
+        ctx.head_loss = loss, leaves
+        ctx.needs_grad = needs_grad
         ctx.head_arguments = cls.HEAD_ARGUMENTS
-        store_gradients(ctx, grads, head, needs_grad, lambda *tensors: loss_fn(*tensors)[0])
+        ctx.reference = lambda *tensors: loss_fn(*tensors)[0]
+        ctx.save_for_backward(*head)
         return loss.detach(), *others
 
     @staticmethod
     def backward(ctx, grad_output, *_):
+        if torch.is_grad_enabled():
+            grads = differentiable_gradients(
+                ctx.reference, ctx.saved_tensors, ctx.needs_grad, (grad_output,)
+            )
+        else:
+            grads = _multiply_gradients(ctx, grad_output)
         # a subclass may have no argument at the position of the bias
-        head_grads = dict(zip(ctx.head_arguments, load_gradients(ctx, grad_output), strict=True))
+        head_grads = dict(zip(ctx.head_arguments, grads, strict=True))
         return tuple(head_grads.get(position) for position in range(len(ctx.needs_input_grad)))
+
+
+def _multiply_gradients(ctx, grad_output):
+    """Return the gradients of hidden states, weight and bias, None where not needed."""
+    if ctx.head_loss is None:
+        ctx.saved_tensors  # noqa: B018  they are freed, and this raises PyTorch's error
+    loss, leaves = ctx.head_loss
+    keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    if not keep_graph:
+        ctx.head_loss = None
+    inputs = [x for x, need in zip(leaves, ctx.needs_grad, strict=True) if need]
+    grads = iter(torch.autograd.grad(loss, inputs, grad_output, keep_graph, allow_unused=True))
+    return [next(grads) if need else None for need in ctx.needs_grad]

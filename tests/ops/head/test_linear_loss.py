@@ -99,7 +99,7 @@ def test_against_float64(kind, option, dtype):
     assert_as_exact_as_pytorch(draws)
 
 
-def test_small_gradients_of_fp16_hidden_states():
+def test_small_gradients_of_fp16_hidden_states(with_and_without_kernels):
     """Beside those of the same numbers in fp32, under a weight in fp32."""
     M = 512
     torch.manual_seed(0)

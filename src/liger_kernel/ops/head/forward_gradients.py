@@ -96,6 +96,14 @@ def load_gradients(ctx, grad_output, *other_grad_outputs):
     )
 
 
+def detach_inputs(tensors, needs):
+    """Return the tensors as leaves of a graph of their own. ``needs``: which need a gradient."""
+    return [
+        x if x is None else x.detach().requires_grad_(need)
+        for x, need in zip(tensors, needs, strict=True)
+    ]
+
+
 def value_and_gradients(loss, tensors, needs, constant=False):
     """Run ``loss(*tensors)`` and differentiate its first output.
 
@@ -107,10 +115,7 @@ def value_and_gradients(loss, tensors, needs, constant=False):
         The outputs, and a list with the gradient of each tensor, None where not needed.
     """
     with torch.set_grad_enabled(any(needs)):
-        leaves = [
-            x if x is None else x.detach().requires_grad_(need)
-            for x, need in zip(tensors, needs, strict=True)
-        ]
+        leaves = detach_inputs(tensors, needs)
         outputs = loss(*leaves)
         inputs = [x for x, need in zip(leaves, needs, strict=True) if need]
         grads = ()

@@ -22,6 +22,7 @@ If a group is larger than a chunk may be, the logits are computed twice.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from dataclasses import replace
 from functools import partial
@@ -410,7 +411,14 @@ def _run_without_kernels(groups, h, w, b, needs):
         return (groups.call_fn(*span, *values),)
 
     chunks = [groups.group_rows(*span) for span in spans]
-    grads = gradients_in_chunks(chunk_loss, chunks, h, w, b, needs, constant=True)[1]
+    head = h, w, b
+    autocast = contextlib.nullcontext()
+    if divides_at_end(h, w, groups.options.head.dtype):
+        # all in fp32: fp16 can't hold a gradient before the factor, nor all of a divisor's dW
+        head = [x if x is None else x.to(torch.promote_types(x.dtype, torch.float32)) for x in head]
+        autocast = devices.without_autocast(h)
+    with autocast:
+        grads = gradients_in_chunks(chunk_loss, chunks, *head, needs, constant=True)[1]
     return groups.outputs(), grads, None
 
 
