@@ -5,8 +5,7 @@ from __future__ import annotations
 import pathlib
 
 from .head_tables import budgets, memory_multiple, training_rows
-from .ops_tables import ops_label
-from .tables import BLUE, FURTHER, GREY, drawing, share, speed, timed, title
+from .tables import BLUE, FURTHER, GREY, dimensions, drawing, share, speed, timed, title
 
 # Places for a label around a point: offset in points, horizontal and vertical alignment.
 LABEL_PLACES = (
@@ -141,7 +140,8 @@ def operators_chart(data: dict, path: pathlib.Path) -> None:
         axes.set_xlim(0, max(1.05, 0.03 + largest))
         axes.xaxis.set_major_locator(ticker.MultipleLocator(0.2))
         axes.xaxis.set_major_formatter(ticker.PercentFormatter(1, 0))
-        axes.set_yticks(range(len(rows)), [ops_label(row) for row in rows], fontsize=8)
+        labels = [f"{row['case']} {dimensions(row['shape'])}" for row in rows]
+        axes.set_yticks(range(len(rows)), labels, fontsize=8)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlabel("share of the ceiling")
         axes.set_title(

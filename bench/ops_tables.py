@@ -10,11 +10,11 @@ from .tables import (
     ceiling_of,
     contestant_cell,
     contestants,
-    dimensions,
     error_type,
     heading,
     join_parts,
     mean,
+    shape_label,
     speed,
     table,
     timed,
@@ -23,7 +23,7 @@ from .tables import (
 
 
 def ops_label(row: dict) -> str:
-    return f"{row['case']} {dimensions(row['shape'])}"
+    return f"{row['case']} {shape_label(row)}"
 
 
 def rate_cell(row: dict, entry: dict, kinds: tuple[str, ...]) -> str:
