@@ -318,6 +318,17 @@ def test_small_gradients_of_a_function_in_fp16(with_and_without_kernels):
         assert error <= 2 * torch.finfo(torch.float16).eps
 
 
+def test_a_frozen_head_beside_a_reference_that_learns():
+    """A Function has gradients for its head alone; what else requires one gets none."""
+    h = torch.randn(2, 5, H, device=DEVICE)
+    w = torch.randn(V, H, device=DEVICE)
+    target = torch.randint(V, (2, 5), device=DEVICE)
+    ref_h = h.clone().requires_grad_()
+    loss, *_ = functional.liger_fused_linear_dpo(h, w, target, None, ref_h, w)
+    loss.backward()
+    assert ref_h.grad is None
+
+
 EMPTY = {
     "dpo": (chunked_loss.LigerFusedLinearDPOLoss, {}, {}),
     "dpo of means": (

@@ -64,6 +64,8 @@ def _multiply_gradients(ctx, grad_output):
     if ctx.head_loss is None:
         ctx.saved_tensors  # noqa: B018  they are freed, and this raises PyTorch's error
     loss, leaves = ctx.head_loss
+    if not any(ctx.needs_grad):
+        return [None] * len(leaves)
     keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
     if not keep_graph:
         ctx.head_loss = None

@@ -331,6 +331,15 @@ def test_what_is_wrong_is_named():
             apply_tiled_mlp(plain, **{"mlp_module": module, "x": x, **changed})
 
 
+class Tiled(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return apply_tiled_mlp(plain, self.module, x, 4)
+
+
 def test_parameters_that_were_put_in_for_a_call():
     """By `torch.func.functional_call`: in backward the module has its own again."""
     module, other_module = IntegerMLP(), IntegerMLP()
@@ -340,21 +349,13 @@ def test_parameters_that_were_put_in_for_a_call():
     y = torch.func.functional_call(module, other_parameters, (x,))
     expected = torch.autograd.grad(y, [x, *other_parameters.values()], dy)
 
-    class Tiled(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = module
-
-        def forward(self, x):
-            return apply_tiled_mlp(plain, self.module, x, 4)
-
     named = {f"module.{name}": p for name, p in other_parameters.items()}
-    y = torch.func.functional_call(Tiled(), named, (x,))
+    y = torch.func.functional_call(Tiled(module), named, (x,))
     assert_equal(torch.autograd.grad(y, [x, *other_parameters.values()], dy), expected)
     computed = {
         name: 1 * p for name, p in named.items()
     }  # no leaves, as after a step of an inner optimizer
-    y = torch.func.functional_call(Tiled(), computed, (x,))
+    y = torch.func.functional_call(Tiled(module), computed, (x,))
     del computed
     assert_equal(torch.autograd.grad(y, [x, *other_parameters.values()], dy), expected)
     assert [p.data_ptr() for p in module.parameters()] != [
@@ -370,3 +371,17 @@ def test_a_parameter_that_is_replaced_before_backward():
     module.up.weight = torch.nn.Parameter(torch.zeros_like(old))
     assert_equal(torch.autograd.grad(y, [x, old], dy), expected)
     assert not module.up.weight.any()
+
+
+def test_aliases_of_frozen_parameters_that_were_put_in_for_a_call():
+    """They have the memory of those that the module has again in backward."""
+    module, x, dy = make_case(13, 6)
+    module.up.requires_grad_(False)
+    parameters = dict(module.named_parameters())
+    learns = [p for p in parameters.values() if p.requires_grad]
+    expected = torch.autograd.grad(module(x), [x, *learns], dy)
+    named = {}
+    for name, p in parameters.items():
+        named[f"module.{name}"] = p if p.requires_grad else p.detach()
+    y = torch.func.functional_call(Tiled(module), named, (x,))
+    assert_equal(torch.autograd.grad(y, [x, *learns], dy), expected)

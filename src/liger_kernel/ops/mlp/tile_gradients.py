@@ -144,7 +144,7 @@ class FrozenParameters:
             t = module._parameters.get(name)
             if not _stays_in_place(t):
                 continue
-            if t is not reference():
+            if not _have_same_memory(t, reference()):
                 _raise_changed(module, name, "replaced")
             if t._version != version:
                 _raise_changed(module, name, "written to")
@@ -153,6 +153,14 @@ class FrozenParameters:
 def _stays_in_place(t) -> bool:
     is_plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t._base is None
     return is_plain and not t.is_meta and not t.is_inference()
+
+
+def _have_same_memory(t, original) -> bool:
+    """Return True for one tensor, or for an alias, such as ``functional_call`` may be given."""
+    if t is original or original is None:
+        return t is original
+    layouts = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (t, original)]
+    return layouts[0] == layouts[1]
 
 
 def _raise_changed(module, name, change):

@@ -370,8 +370,8 @@ def _choose_tile(x, block_m, N, K, num_tiles, max_block_n):
 
 
 def column_strips(S, N, x, max_bytes):
-    """Yield slices of N columns, such that S rows of a slice, in x's dtype, take ``max_bytes`` or
-    little more: a slice has a multiple of 256 columns."""
+    """Yield slices of N columns, such that S rows of a slice, in x's dtype, take ``max_bytes``, or
+    up to 255 columns more: a slice has a multiple of 256, unless it is the last one."""
     num_strips = max(cdiv(S * N * x.element_size(), max_bytes), 1)
     width = cdiv(max(N, 1), num_strips * 256) * 256
     for first in range(0, N, width):
