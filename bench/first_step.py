@@ -7,9 +7,9 @@ finds Triton's and Inductor's caches empty, the others as the first has left the
 these are shown. What is timed: imports, the model and its patch, from the start of the process on;
 the first step; later ones.
 
-Python's garbage is collected before the first step. Importing makes 350,000 objects, and a full
-collection takes 0.2 s: at some number of objects Python makes one, which would be in the first step
-of one contestant and not of another."""
+Python's garbage is collected before the first step. Python makes a full collection whenever there
+are a quarter more objects than at the last one. It takes a part of a second, and would be in the
+first step of one contestant and not of another."""
 
 from __future__ import annotations
 

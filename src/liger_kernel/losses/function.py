@@ -9,7 +9,7 @@ from liger_kernel.ops.head.forward_gradients import detach_inputs
 
 
 class GradientsInForward(torch.autograd.Function):
-    """A loss whose gradients are computed in forward, so that the weight may be gone in backward.
+    """A loss whose gradients are computed in forward: the module's weight may be gone in backward.
 
     ``HEAD_ARGUMENTS``: the positions of the hidden states, the weight and the bias among the
     arguments of ``apply``.
@@ -25,10 +25,9 @@ class GradientsInForward(torch.autograd.Function):
 
     @classmethod
     def compute_with_gradients(cls, ctx, loss_fn, *head):
-        """Return the outputs of ``loss_fn(hidden, weight, bias)``; keep the gradients for backward.
+        """Return the outputs of ``loss_fn(hidden, weight, bias)``, and keep its graph for backward.
 
-        ``head`` are these three tensors. ``loss_fn`` returns (loss, *others); only the loss has
-        gradients.
+        ``head`` are these three tensors. The first output is the loss. Only the loss has gradients.
         """
         needs_grad = [
             x is not None and ctx.needs_input_grad[position]
@@ -36,15 +35,16 @@ class GradientsInForward(torch.autograd.Function):
         ]
         with torch.set_grad_enabled(any(needs_grad)):
             leaves = detach_inputs(head, needs_grad)
-            loss, *others = loss_fn(*leaves)
-        # The loss's own graph has the gradients. Backward multiplies them there, once: rounded to
-        # fp16 before, those that a scaler makes large would vanish (`planning.divides_at_end`).
+            loss, *further_outputs = loss_fn(*leaves)
+        # The graph of loss_fn holds the gradients that it computed in forward. Its backward divides
+        # and multiplies them, and rounds them once: if they were rounded to fp16 here, those that a
+        # scaler makes large would vanish (`planning.divides_at_end`).
         ctx.head_loss = loss, leaves
         ctx.needs_grad = needs_grad
         ctx.head_arguments = cls.HEAD_ARGUMENTS
         ctx.reference = lambda *tensors: loss_fn(*tensors)[0]
         ctx.save_for_backward(*head)
-        return loss.detach(), *others
+        return loss.detach(), *further_outputs
 
     @staticmethod
     def backward(ctx, grad_output, *_):

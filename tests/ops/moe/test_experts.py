@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernel.core import devices
-from liger_kernel.ops.moe import expert_kernels, experts, grouped_matmul, outer_products
+from liger_kernel.ops.moe import experts, grouped_matmul, outer_products
 from liger_kernel.ops.moe.experts import (
     LigerExperts,
     LigerFusedMoEFunction,
@@ -286,25 +286,11 @@ def test_several_tiles_and_blocks(interleaved, operands, small_tiles):
         assert (actual[name].double() - e).abs().max() <= bound * e.abs().max(), name
 
 
-def test_columns_in_strips(monkeypatch):
+def test_columns_in_strips(check_strips):
     """The experts' rows of one strip of columns are added before those of the next are made."""
     inputs = random_inputs(biases=True, H=520)
-    whole = output_and_grads(liger_experts, inputs)
-    widths = []
-    add = expert_kernels.sum_by_token
-
-    def count(parts, *arguments):
-        widths.append(parts.shape[1])
-        add(parts, *arguments)
-
-    monkeypatch.setattr(expert_kernels, "sum_by_token", count)
-    monkeypatch.setattr(expert_kernels, "PARTS_BYTES", 1)
-    strips = output_and_grads(liger_experts, inputs)
-    assert widths == [256, 256, 8] * 2  # in forward and in backward
-    terms = 2 * I + K  # of the sums of "out" and "x", whose order may differ
-    for name, expected in whole.items():
-        error = terms**2 * torch.finfo(expected.dtype).eps if name in ("out", "x") else 0
-        assert (strips[name] - expected).abs().max() <= error * expected.abs().max(), name
+    forward_and_backward = [256, 256, 8] * 2
+    check_strips(lambda: output_and_grads(liger_experts, inputs), forward_and_backward, 2 * I + K)
 
 
 @pytest.mark.thorough

@@ -10,8 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel.ops.moe import expert_kernels, grouped_matmul, lora_experts, outer_products
+from liger_kernel.ops.moe import grouped_matmul, lora_experts, outer_products
 from liger_kernel.ops.moe.experts import experts_reference, liger_experts
+from liger_kernel.ops.moe.grouped_matmul import RANK_MULTIPLE
 from liger_kernel.ops.moe.lora_experts import TableAdapter, liger_lora_experts
 
 T, H, I, E, K = 9, 12, 10, 4, 3  # noqa: E741
@@ -242,15 +243,11 @@ def test_several_tiles_and_blocks(tma, monkeypatch):
     assert_exact(cast(inputs, torch.bfloat16) if tma else inputs)
 
 
-def test_columns_in_strips(monkeypatch):
+def test_columns_in_strips(check_strips):
     inputs = random_inputs(biases=True, H=264)
-    whole = output_and_grads(with_factors, inputs)
-    monkeypatch.setattr(expert_kernels, "PARTS_BYTES", 1)
-    strips = output_and_grads(with_factors, inputs)
-    terms = 2 * I + 16 + K  # of the sums of "out" and "x", whose order may differ
-    for name, expected in whole.items():
-        error = terms**2 * torch.finfo(expected.dtype).eps if name in ("out", "x") else 0
-        assert (strips[name] - expected).abs().max() <= error * expected.abs().max(), name
+    forward_and_backward = [256, 8] * 2
+    terms = 2 * I + RANK_MULTIPLE + K
+    check_strips(lambda: output_and_grads(with_factors, inputs), forward_and_backward, terms)
 
 
 # ---- gradients ----

@@ -414,7 +414,8 @@ def _run_without_kernels(groups, h, w, b, needs):
     head = h, w, b
     autocast = contextlib.nullcontext()
     if divides_at_end(h, w, groups.options.head.dtype):
-        # all in fp32: fp16 can't hold a gradient before the factor, nor all of a divisor's dW
+        # in fp32: in fp16, gradients that are divided before backward multiplies them by a scaler's
+        # factor vanish, and those that only backward divides overflow
         head = [x if x is None else x.to(torch.promote_types(x.dtype, torch.float32)) for x in head]
         autocast = devices.without_autocast(h)
     with autocast:

@@ -226,12 +226,13 @@ def sum_by_token(y, weights, index, out, E, position=None):
 
 
 def multiply_and_sum(a, matrices, bias, weights, out, index, *routed, low_rank=None):
-    """Write out (T, N): the sum over each token's K experts of its row of a·b_e + bias_e, weighted
-    if weights.
+    """Write out (T, N): each token's sum of the rows a·b_e + bias_e of its experts, weighted if
+    weights.
 
-    a (S, K) has a row for each r, the matrices b are (E, K, N); ``routed`` and ``low_rank`` are as
-    in `grouped_matmul`. The rows of the product lie in memory before they are added: where they
-    take more than `PARTS_BYTES`, some columns at a time."""
+    a (S, K) has a row for each r, and the matrices b are (E, K, N). ``routed`` are the arguments of
+    `grouped_matmul` from ``top_k`` to ``tile_rows``; for ``low_rank`` see there, too. All rows of
+    the product are in memory before they are added. Where they take more than `PARTS_BYTES`, that
+    is done for some columns after the others."""
     E, _, N = matrices.shape
     S = index.numel()
     for columns in column_strips(S, N, out, PARTS_BYTES):
@@ -348,7 +349,7 @@ def experts_fwd(
     weights = weights.contiguous()
     gate_up = linear_layout(gate_up, transposed)
     down = linear_layout(down, transposed)
-    E, H, F = down.shape
+    F = down.shape[2]
     S = index.numel()
     top_k = index.shape[1]
     routed = top_k, order, offsets, tiles, tile_rows
@@ -479,7 +480,7 @@ def compute_gradients(
     weights = weights.contiguous()
     w = linear_layout(gate_up, transposed)
     d = linear_layout(down, transposed)
-    E, H, F = d.shape
+    F = d.shape[2]
     S = index.numel()
     top_k = index.shape[1]
     routed = top_k, order, offsets, tiles, tile_rows

@@ -56,8 +56,7 @@ class _SortedRows:
 
     A row r of a product is of expert e, and is one of S."""
 
-    def __init__(self, index, E, order, offsets, tiles, tile_rows):
-        self.E = E
+    def __init__(self, index, order, offsets, tiles, tile_rows):
         self.index = index.contiguous()
         self.order = order
         self.offsets = offsets
@@ -100,14 +99,17 @@ class _SortedRows:
 
     def multiply_and_sum(self, a, matrices, bias, weights, out, low_rank):
         """Write out (T, N), the sum of each token's rows as `multiply` has them."""
-        routed = self.index.shape[1], self.order, self.offsets, self.tiles, self.tile_rows
+        routed = self._routed(self.order)
         multiply_and_sum(a, matrices, bias, weights, out, self.index, *routed, low_rank=low_rank)
 
     def _multiply(self, a, matrices, bias, c, gather, order, low_rank, **activation):
         bias = None if bias is None else bias.contiguous()
-        top_k = self.index.shape[1]
-        routed = top_k, order, self.offsets, self.tiles, self.tile_rows
+        routed = self._routed(order)
         grouped_matmul(a, matrices, bias, c, gather, *routed, low_rank=low_rank, **activation)
+
+    def _routed(self, order):
+        """Return the arguments of `grouped_matmul` that say which rows are whose."""
+        return self.index.shape[1], order, self.offsets, self.tiles, self.tile_rows
 
     def _empty(self, a, matrices):
         return a.new_empty((self.order.numel(), matrices.shape[2]))
@@ -171,8 +173,7 @@ def lora_experts_fwd(
     """Return out (T, H) and, with ``keep_pre``, pre (S, 2I), a and p; else None in their place.
 
     Of a table without an adapter a or p is None, too. Arguments: as of `experts_fwd`."""
-    E = gate_up.shape[0]
-    rows = _SortedRows(index, E, order, offsets, tiles, tile_rows)
+    rows = _SortedRows(index, order, offsets, tiles, tile_rows)
     x = flatten_rows(x)
     gate_up = linear_layout(gate_up, transposed)
     down = linear_layout(down, transposed)
@@ -322,7 +323,7 @@ def compute_lora_gradients(
     dpre,
 ):
     """Compute `lora_experts_bwd`, with dpre in the memory that is given; it may be that of pre."""
-    rows = _SortedRows(index, gate_up.shape[0], order, offsets, tiles, tile_rows)
+    rows = _SortedRows(index, order, offsets, tiles, tile_rows)
     dout = flatten_rows(dout)
     x = flatten_rows(x)
     gate_up = linear_layout(gate_up, transposed)
