@@ -137,7 +137,7 @@ def test_hoppers_defaults_are_those_that_were_measured(pretend):
     x = tensors["16-bit"]
     assert logits._launch(x, 2048, 128256, False, True) == (64, 1024, 8, 4)
     assert logits._launch(x, 2048, 128256, False, False) == (64, 1024, 4, 4)
-    assert logits._gradient_launch(x, 2048, 128256, False) == (128, 32, 4)
+    assert logits._gradient_launch(x, 2048, 128256, False) == (128, 32, 8, 4)
 
 
 @pytest.mark.thorough

@@ -24,7 +24,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from liger_kernel.core import devices
 from liger_kernel.core.devices import in_func_transform
 from liger_kernel.core.inductor import key_backward_by_donated_buffers
-from liger_kernel.core.overwrite import is_checkpoint_hook
+from liger_kernel.core.overwrite import in_checkpoint
 
 # Operators and references call these copies: frameworks replace functions of torch.nn.functional by
 # our operators.
@@ -327,11 +327,10 @@ def save_grads(ctx, grads, inputs):
     Saved-tensor hooks see only the inputs: the gradients are not activations, which a hook may move
     or keep. A checkpoint sees both, since it must drop them and run forward again.
     """
-    hooks = None if is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(False)
     if is_compiling():
         ctx.forward_grads = None
         ctx.save_for_backward(*grads)
-    elif hooks is not None and is_checkpoint_hook(hooks[0]):
+    elif in_checkpoint():
         ctx.forward_grads = None
         ctx.save_for_backward(*grads, *inputs)
     else:

@@ -96,6 +96,14 @@ def is_checkpoint_hook(hook) -> bool:
     return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
 
 
+def in_checkpoint() -> bool:
+    """Return True if what is saved goes to a checkpoint that will run forward again."""
+    if torch.compiler.is_compiling():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and is_checkpoint_hook(hooks[0])
+
+
 def _reference_counts(tensor: torch.Tensor) -> tuple[int, ...]:
     """Count the references to a tensor, to its storage, and to the tensor that it is a view of.
 

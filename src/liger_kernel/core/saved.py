@@ -1,4 +1,5 @@
-"""Saving tensors for backward, trainable parameters without a checkpoint's hooks.
+"""Saving tensors for backward: trainable parameters without a checkpoint's hooks, or all of them
+before forward is over.
 
 A checkpoint has hooks on every saved tensor, which run twice in forward and once in backward, and
 take the host longer than many a small kernel. A trainable parameter is held by its own node of the
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_kernel.core.overwrite import is_checkpoint_hook
+from liger_kernel.core.overwrite import in_checkpoint, is_checkpoint_hook, is_graph_kept
 
 
 def save_for_backward(ctx, *tensors) -> None:
@@ -49,6 +50,56 @@ def saved_tensors(ctx) -> list[torch.Tensor]:
         next(saved_by_autograd) if parameter is None else _check_version(*parameter)
         for parameter in ctx.parameters
     ]
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors. What it returns is in no graph, so it has no backward."""
+
+    @staticmethod
+    def forward(ctx, leaf, tensors):
+        ctx.save_for_backward(*tensors)
+        return leaf.view_as(leaf)
+
+
+def save_early(ctx, *tensors) -> None:
+    """Save tensors for ``saving_node(ctx).saved_tensors``, within a checkpoint at once.
+
+    Autograd saves what a Function's forward has named when that is over. A checkpoint with early
+    stop, which ends when all is saved, then runs all of it again. Call this before what backward
+    does not need, such as the last product of an MLP. Within a checkpoint a node of its own saves
+    the tensors.
+    """
+    ctx.saving_node = None
+    ctx.is_released = False
+    if in_checkpoint():
+        with torch.enable_grad():
+            leaf = torch.empty(0, requires_grad=True)
+            ctx.saving_node = _Save.apply(leaf, tensors).grad_fn
+    else:
+        ctx.save_for_backward(*tensors)
+
+
+def saving_node(ctx):
+    """Return the node that has saved what `save_early` was given. Call it once in backward.
+
+    Autograd does not know the node that saves within a checkpoint. So it is released here, unless
+    the graph is kept: with it goes what the checkpoint keeps to run forward again.
+
+    Raises:
+        RuntimeError: it was released.
+    """
+    if torch.compiler.is_compiling() or ctx.saving_node is None and not ctx.is_released:
+        return ctx
+    if ctx.is_released:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: what was saved in a checkpoint is "
+            "freed. Give retain_graph=True to the first backward"
+        )
+    node = ctx.saving_node
+    if not is_graph_kept():
+        ctx.saving_node = None
+        ctx.is_released = True
+    return node
 
 
 def _check_version(tensor, version: int | None) -> torch.Tensor:

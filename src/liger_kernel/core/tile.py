@@ -206,3 +206,8 @@ def silu_16_bit(x):
     p = r * r
     f = x * p
     return f, tl.fma(f, 1.0 - p, p)
+
+
+def silu_for(*tensors):
+    """Return `silu_16_bit` for tensors of 16 bits, else `silu`."""
+    return silu_16_bit if all(x.element_size() == 2 for x in tensors) else silu

@@ -4,10 +4,12 @@ import functools
 import gc
 import weakref
 
+import checkpoints
 import host
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpoints import CHECKPOINTS
 from lora_layers import (
     HIDDEN_SIZE,
     INTERMEDIATE_SIZE,
@@ -27,9 +29,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
-from torch.utils.flop_counter import FlopCounterMode
-
-from liger_kernel.core.checkpoint import offload_inputs
 
 TARGETS = {
     "all": ("gate_proj", "up_proj", "down_proj"),
@@ -39,34 +38,10 @@ TARGETS = {
 }
 
 
-def nested(fn, x):
-    def outer(x):
-        return checkpoint(fn, x, use_reentrant=False)
-
-    return checkpoint(outer, x, use_reentrant=False)
-
-
-# name -> (checkpoint, whether it stops early)
-CHECKPOINTS = {
-    "early stop": (lambda fn, x: checkpoint(fn, x, use_reentrant=False), True),
-    "no early stop": (lambda fn, x: checkpoint(fn, x, use_reentrant=False), False),
-    "reentrant": (lambda fn, x: checkpoint(fn, x, use_reentrant=True), False),
-    "nested": (nested, True),
-    "offloaded": (lambda fn, x: offload_inputs(checkpoint)(fn, x, use_reentrant=False), True),
-}
-
-
-def flops_and_gradients(run, mlp, x, **options):
+def flops_and_gradients(run, mlp, x):
     """Return the operations of all products, forward and backward, and the gradients."""
     x = x.detach().requires_grad_()
-    with FlopCounterMode(display=False) as counter:
-        out = run(x)
-        out.backward(grad_output(out), **options)
-    tensors = [x, *trainable(mlp)]
-    grads = [t.grad for t in tensors]
-    for t in tensors:
-        t.grad = None
-    return counter.get_total_flops(), grads
+    return checkpoints.flops_and_gradients(run, x, [x, *trainable(mlp)], grad_output)
 
 
 ROWS = 8

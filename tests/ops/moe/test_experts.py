@@ -330,9 +330,9 @@ def test_what_is_kept():
 
 def test_nothing_is_kept_without_gradients(monkeypatch):
     outputs = []
-    forward = experts.experts_fwd
+    forward = experts.experts_up
     monkeypatch.setattr(
-        experts, "experts_fwd", lambda *args: outputs.append(forward(*args)) or outputs[-1]
+        experts, "experts_up", lambda *args: outputs.append(forward(*args)) or outputs[-1]
     )
     inputs = random_inputs()
     expected = liger_experts(**inputs)

@@ -404,6 +404,7 @@ def gradient_kernel(
     stride_v,
     stride_dt,
     stride_dv,
+    STRIP,
     T,
     V,
     first,
@@ -418,28 +419,30 @@ def gradient_kernel(
     SOFTCAP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Write the gradient of BLOCK_V classes of BLOCK_T tokens. g is 1 where it is None.
+    """Write the gradient of STRIP classes of BLOCK_T tokens, BLOCK_V classes at a time.
 
-    dx may be x, and is x if the logits are in two parts.
+    g is 1 where it is None. dx may be x, and is x if the logits are in two parts.
     """
     t0 = tl.program_id(0) * BLOCK_T
-    x_ptr, row, v0, left = program_block(x_ptr, more_ptr, split, shard, BLOCK_V)
+    x_ptr, row, v0, left = program_block(x_ptr, more_ptr, split, shard, STRIP)
     if more_ptr is not None:
         dx_ptr = x_ptr
     i = tl.arange(0, BLOCK_V)[:, None]
     j = tl.arange(0, BLOCK_T)[None, :]
     t = t0 + tl.arange(0, BLOCK_T)
     in_range = t < T
-    mask = (i < left) & (t0 + j < T)
     dx = dx_ptr + t0.to(tl.int64) * stride_dt + row * stride_dv + (i * stride_dv + j * stride_dt)
     y = tl.load(target_ptr + t, mask=in_range, other=ignore_index)
     valid = y != ignore_index
     if tl.sum(valid.to(tl.int32)) == 0:
-        tl.store(dx, tl.zeros((BLOCK_V, BLOCK_T), dtype=dx_ptr.dtype.element_ty), mask=mask)
+        zeros = tl.zeros((BLOCK_V, BLOCK_T), dtype=dx_ptr.dtype.element_ty)
+        for start in range(0, left, BLOCK_V):
+            tl.store(dx, zeros, mask=(start + i < left) & (t0 + j < T))
+            dx += BLOCK_V * stride_dv
         return
     x = x_ptr + t0.to(tl.int64) * stride_t + row * stride_v + (i * stride_v + j * stride_t)
-    x = add_bias(tl.load(x, mask=mask, other=0.0), bias_ptr, v0 + i, i < left)
     top = tl.load(stats_ptr + 2 * t, mask=in_range, other=0.0)
     log_sum = tl.load(stats_ptr + 2 * t + 1, mask=in_range, other=0.0)
     g = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
@@ -453,26 +456,35 @@ def gradient_kernel(
     b = smoothing * tl.load(norm_ptr + 2) / V * g0 + 2.0 * lse_square_scale * (top + log_sum) * g1
     if g_lse_ptr is not None:
         b += tl.load(g_lse_ptr + t, mask=in_range, other=0.0) * logit_scale
-    in_block = (y >= first + v0) & (y < first + v0 + left)
-    target_index = tl.where(in_block, y - first - v0, -1).to(tl.int32)
-
-    z = transform_logits(x, softcap, logit_scale, SCALED, SOFTCAP)
-    log_p = (z - top[None, :]) - log_sum[None, :]
-    p = scaled_exp(log_p, x_ptr.dtype.element_ty == tl.float32)
-    d = a[None, :] * (p - (i == target_index[None, :]).to(tl.float32)) + b[None, :] * p
-    if SMOOTH:
-        c = smoothing / V * g0
-        if weight_ptr is not None:
-            w = tl.load(weight_ptr + first + v0 + i, mask=i < left, other=0.0).to(tl.float32)
-            d -= c[None, :] * w
-        else:
-            d -= c[None, :]
-    if g_entropy_ptr is not None:
-        e = tl.load(g_entropy_ptr + t, mask=in_range, other=0.0) * logit_scale
-        entropy = tl.load(entropy_ptr + t, mask=in_range, other=0.0)
-        d -= e[None, :] * times(p, log_p + entropy[None, :])
-    if SOFTCAP:
-        _, slope = tanh(x * logit_scale / softcap)
-        d *= slope
-    d = tl.where(valid[None, :], d, 0.0)
-    tl.store(dx, d.to(dx_ptr.dtype.element_ty), mask=mask)
+    in_strip = (y >= first + v0) & (y < first + v0 + left)
+    target_index = tl.where(in_strip, y - first - v0, -1).to(tl.int32)
+    tl.assume(left > 0)
+    for start in tl.range(0, left, BLOCK_V, num_stages=STAGES):
+        mask = (start + i < left) & (t0 + j < T)
+        logits = add_bias(
+            tl.load(x, mask=mask, other=0.0), bias_ptr, v0 + start + i, start + i < left
+        )
+        z = transform_logits(logits, softcap, logit_scale, SCALED, SOFTCAP)
+        log_p = (z - top[None, :]) - log_sum[None, :]
+        p = scaled_exp(log_p, x_ptr.dtype.element_ty == tl.float32, 1.0)
+        # a·(p - 1[target]) + b·p
+        subtracted = tl.where(start + i == target_index[None, :], a[None, :], 0.0)
+        d = tl.fma(a[None, :], p, -subtracted) + b[None, :] * p
+        if SMOOTH:
+            c = smoothing / V * g0
+            if weight_ptr is not None:
+                w = load_fp32(weight_ptr + first + v0, start + i, start + i < left)
+                d -= c[None, :] * w
+            else:
+                d -= c[None, :]
+        if g_entropy_ptr is not None:
+            e = tl.load(g_entropy_ptr + t, mask=in_range, other=0.0) * logit_scale
+            entropy = tl.load(entropy_ptr + t, mask=in_range, other=0.0)
+            d -= e[None, :] * times(p, log_p + entropy[None, :])
+        if SOFTCAP:
+            _, slope = tanh(logits * logit_scale / softcap)
+            d *= slope
+        d = tl.where(valid[None, :], d, 0.0)
+        tl.store(dx, d.to(dx_ptr.dtype.element_ty), mask=mask)
+        x += BLOCK_V * stride_v
+        dx += BLOCK_V * stride_dv

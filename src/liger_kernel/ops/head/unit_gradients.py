@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 
 from liger_kernel.core.op import saved_grads
-from liger_kernel.core.overwrite import is_checkpoint_hook
+from liger_kernel.core.overwrite import in_checkpoint
 from liger_kernel.ops.head import class_tiles
 from liger_kernel.ops.head.chunks import plan_for
 from liger_kernel.ops.head.forward_gradients import scale_gradient
@@ -110,8 +110,7 @@ def early_needs(history, needs, options, hidden, weight, dtype):
         return NO_GRADIENTS
     if divides_at_end(hidden, weight, dtype):
         return NO_GRADIENTS
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is not None and is_checkpoint_hook(hooks[0]):
+    if in_checkpoint():
         return NO_GRADIENTS
     if options.group is not None:
         return NO_GRADIENTS if options.requested.entropy else GradientHistory().expected(needs)

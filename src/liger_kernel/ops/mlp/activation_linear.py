@@ -6,7 +6,7 @@ r"""An activation, gated or not, and the linear layer after it: the second half 
 
 a, b and W are saved, but not y, which dW needs. In backward, the kernel that computes da and db
 from dy also computes y and writes it over dy. y is rounded once, where Hugging Face rounds act(a),
-and then the product.
+and then the product. A checkpoint with early stop computes neither y nor out again.
 
 Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
 """
@@ -19,6 +19,7 @@ from torch.nn.modules import module as nn_module
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function, flatten_to_2d, linear_output
 from liger_kernel.core.overwrite import may_overwrite
+from liger_kernel.core.saved import save_early, saving_node
 from liger_kernel.ops.mlp.activation import ACTIVATIONS, LigerActivationFunction
 from liger_kernel.ops.mlp.glu import (
     check_pair,
@@ -67,15 +68,15 @@ class LigerGLULinearFunction(Function):
         if b is not None:
             check_pair("LigerGLULinearFunction", a, b)
         if any(ctx.needs_input_grad[:3]):
-            ctx.save_for_backward(a, b, weight, bias)
+            save_early(ctx, a, b, weight, bias)
         else:  # the gradient of the bias needs no tensor
-            ctx.save_for_backward(None, None, None, None)
+            save_early(ctx, None, None, None, None)
         ctx.options = act, float(gate_multiplier)
         return linear_output(glu_fwd(a, b, *ctx.options), weight, bias)
 
     @staticmethod
     def arguments(ctx):
-        return *ctx.saved_tensors, *ctx.options
+        return *saving_node(ctx).saved_tensors, *ctx.options
 
     @classmethod
     def differentiable_backward(cls, ctx, dout):
@@ -86,10 +87,11 @@ class LigerGLULinearFunction(Function):
 
     @staticmethod
     def backward(ctx, dout):
-        a, b, weight, _ = ctx.saved_tensors
+        node = saving_node(ctx)
+        a, b, weight, _ = node.saved_tensors
         need_da, need_db, need_dw, need_dbias = ctx.needs_input_grad[:4]
-        over_a = need_da and a.is_contiguous() and may_overwrite(ctx, a)
-        over_b = need_db and b.is_contiguous() and may_overwrite(ctx, b)
+        over_a = need_da and a.is_contiguous() and may_overwrite(node, a)
+        over_b = need_db and b.is_contiguous() and may_overwrite(node, b)
         dout = flatten_to_2d(dout)
         da = db = y = None
         if need_da or need_db:

@@ -27,7 +27,7 @@ import torch
 from liger_kernel.core import devices, tuning
 from liger_kernel.core.kernel import LaunchCache, kernel, prepare_launch, tma_descriptor
 from liger_kernel.core.tile import cdiv, next_power_of_2, tl, triton
-from liger_kernel.ops.mlp.pointwise import ACTIVATION_FUNCTIONS
+from liger_kernel.ops.mlp.pointwise import activation_function
 
 # the interpreter's products of bf16 are wrong, those of fp32 are not
 UPCAST = tl.constexpr(devices.INTERPRETED)
@@ -201,7 +201,7 @@ def _prepare_fwd(a, *key):
         rank_g,
         rank_u,
         rows_each,
-        ACT=ACTIVATION_FUNCTIONS[act],
+        ACT=activation_function(act, a),
         R=R,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -383,7 +383,7 @@ def _prepare_bwd(a, *key):
     scalars = *strides, M, N, *ranks, scaling, rows_each
     constants = dict(
         USE_TMA=use_tma,
-        ACT=ACTIVATION_FUNCTIONS[act],
+        ACT=activation_function(act, a),
         R=R,
         BLOCK_M=block_m,
         BLOCK_N=block_n,

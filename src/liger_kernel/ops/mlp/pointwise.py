@@ -25,7 +25,7 @@ import torch
 from liger_kernel.core import devices, tuning
 from liger_kernel.core.kernel import LaunchCache, kernel, prepare_launch
 from liger_kernel.core.op import custom_op, flatten_rows, round_number
-from liger_kernel.core.tile import cdiv, next_power_of_2, sigmoid, silu, tl, triton
+from liger_kernel.core.tile import cdiv, next_power_of_2, sigmoid, silu_for, tl, triton
 
 
 @triton.jit
@@ -60,13 +60,17 @@ def _relu_squared(x):
 
 
 ACTIVATION_FUNCTIONS = {  # two GELUs by torch's names
-    "silu": silu,
     "tanh": _gelu_tanh,
     "none": _gelu,
     "quick": _quick_gelu,
     "relu": _relu,
     "relu_squared": _relu_squared,
 }
+
+
+def activation_function(act, x):
+    """Return the device function of act and its slope, for x and what it meets, of one dtype."""
+    return silu_for(x) if act == "silu" else ACTIVATION_FUNCTIONS[act]
 
 
 # The gradient of torch.clamp at a limit that is a number: 0 from PyTorch 2.14 on, 1 before.
@@ -279,7 +283,7 @@ def _prepare_fwd(a, M, N, stride_a, stride_b, gm, dm, limit, shift, act, *_):
         dm,
         limit,
         shift,
-        ACT=ACTIVATION_FUNCTIONS[act],
+        ACT=activation_function(act, a),
         BLOCK=columns,
         num_warps=devices.limit_warps(warps, a),
     )
@@ -320,7 +324,7 @@ def _prepare_bwd(
         limit,
         round_number(limit, a.dtype),
         shift,
-        ACT=ACTIVATION_FUNCTIONS[act],
+        ACT=activation_function(act, a),
         CLAMP_GRADIENT_AT_LIMIT=CLAMP_HAS_GRADIENT_AT_LIMIT,
         BLOCK=columns,
         num_warps=devices.limit_warps(warps, a),

@@ -21,6 +21,7 @@ import torch
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, F, Function, flatten_to_2d
 from liger_kernel.core.overwrite import may_overwrite
+from liger_kernel.core.saved import save_early, saving_node
 from liger_kernel.ops.mlp.activation_linear import (
     PLAIN_TENSORS,
     glu_linear_reference,
@@ -56,19 +57,20 @@ class GatedMLP(Function):
     def forward(ctx, x, gate, up, down, act="silu", gate_multiplier=1.0):
         a = F.linear(x, gate)
         b = F.linear(x, up)
-        ctx.save_for_backward(x, gate, up, down, a, b)
+        save_early(ctx, x, gate, up, down, a, b)
         ctx.options = act, gate_multiplier
         return F.linear(glu_fwd(a, b, act, gate_multiplier), down)
 
     @staticmethod
     def arguments(ctx):
-        return *ctx.saved_tensors[:4], *ctx.options
+        return *saving_node(ctx).saved_tensors[:4], *ctx.options
 
     @staticmethod
     def backward(ctx, dout):
-        x, gate, up, down, a, b = ctx.saved_tensors
-        over_a = may_overwrite(ctx, a, made_in_forward=True)
-        over_b = may_overwrite(ctx, b, made_in_forward=True)
+        node = saving_node(ctx)
+        x, gate, up, down, a, b = node.saved_tensors
+        over_a = may_overwrite(node, a, made_in_forward=True)
+        over_b = may_overwrite(node, b, made_in_forward=True)
         shape = x.shape
         x = flatten_to_2d(x)
         dout = flatten_to_2d(dout)

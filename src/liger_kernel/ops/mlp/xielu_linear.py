@@ -18,6 +18,7 @@ import torch
 from liger_kernel.core import devices
 from liger_kernel.core.op import CASES, Case, F, Function, flatten_to_2d, linear_output
 from liger_kernel.core.overwrite import may_overwrite
+from liger_kernel.core.saved import save_early, saving_node
 from liger_kernel.ops.mlp.activation_linear import can_fuse, can_fuse_tensors, check_layer
 from liger_kernel.ops.mlp.xielu import (
     LigerXIELUFunction,
@@ -51,21 +52,22 @@ class LigerXIELULinearFunction(Function):
     def forward(ctx, x, alpha_p, alpha_n, weight, bias=None, beta=0.5, eps=-1e-6):
         devices.require_kernels("LigerXIELULinearFunction", x)
         beta, eps, *tensors = split_constants(beta, eps)
-        ctx.save_for_backward(x, alpha_p, alpha_n, weight, bias, *tensors)
+        save_early(ctx, x, alpha_p, alpha_n, weight, bias, *tensors)
         ctx.numbers = beta, eps
         y = xielu_fwd(x.contiguous(), alpha_p, alpha_n, beta, eps, *tensors)
         return linear_output(y, weight, bias)
 
     @staticmethod
     def arguments(ctx):
-        *inputs, beta_tensor, eps_tensor = ctx.saved_tensors
+        *inputs, beta_tensor, eps_tensor = saving_node(ctx).saved_tensors
         return *inputs, *join_constants(*ctx.numbers, beta_tensor, eps_tensor)
 
     @staticmethod
     def backward(ctx, dout):
-        x, alpha_p, alpha_n, weight, _, *tensors = ctx.saved_tensors
+        node = saving_node(ctx)
+        x, alpha_p, alpha_n, weight, _, *tensors = node.saved_tensors
         *needs, need_dw, need_dbias = ctx.needs_input_grad[:5]
-        over_x = needs[0] and x.is_contiguous() and may_overwrite(ctx, x)
+        over_x = needs[0] and x.is_contiguous() and may_overwrite(node, x)
         dout = flatten_to_2d(dout)
         x = x.contiguous()
         parameters = alpha_p, alpha_n, *ctx.numbers, *tensors

@@ -30,8 +30,8 @@ from liger_kernel.core.kernel import kernel
 from liger_kernel.core.op import custom_op, flatten_rows, round_number
 from liger_kernel.core.tile import cdiv, load_fp32, next_power_of_2, tl
 from liger_kernel.ops.mlp.pointwise import (
-    ACTIVATION_FUNCTIONS,
     CLAMP_HAS_GRADIENT_AT_LIMIT,
+    activation_function,
     clamp_has_gradient,
 )
 from liger_kernel.ops.moe.grouped_matmul import column_strips, gate, grouped_matmul
@@ -286,7 +286,7 @@ def gate_backward(
         round_number(limit, pre.dtype),
         None if alpha == 1 else alpha,
         shift,
-        ACT=ACTIVATION_FUNCTIONS[act],
+        ACT=activation_function(act, pre),
         AT_LIMIT=CLAMP_HAS_GRADIENT_AT_LIMIT,
         INTERLEAVED=interleaved,
         BLOCK=block,
@@ -310,21 +310,20 @@ def _contiguous(t):
     return None if t is None else t.contiguous()
 
 
-def _empty_outputs(x, gate_up, down, index, *options):
+def _empty_rows(x, gate_up, index, *options):
     transposed, _, keep_pre = options[-3:]
     columns = gate_up.shape[2 if transposed else 1]
-    return x.new_empty(x.shape), x.new_empty((index.numel(), columns)) if keep_pre else None
+    S = index.numel()
+    pre = x.new_empty((S, columns)) if keep_pre else None
+    return x.new_empty((S, columns // 2)), pre
 
 
-@custom_op("experts", _empty_outputs)
-def experts_fwd(
+@custom_op("experts_up", _empty_rows)
+def experts_up(
     x: torch.Tensor,
     gate_up: torch.Tensor,
-    down: torch.Tensor,
     index: torch.Tensor,
-    weights: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
     order: torch.Tensor,
     offsets: torch.Tensor,
     tiles: torch.Tensor,
@@ -337,30 +336,24 @@ def experts_fwd(
     interleaved: bool,
     keep_pre: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out (T, H) and, with ``keep_pre``, the pre-activation pre (T·K, 2I), else None.
+    """Return z (T·K, I) and, with ``keep_pre``, the pre-activation pre (T·K, 2I), else None.
 
     x is (T, H), and the experts' weights may have any strides. order, offsets and tiles are from
     `routing`, for tiles of ``tile_rows`` rows. Row r of pre is that of assignment order[r], and its
     columns are gate_up's.
     """
-    out, pre = _empty_outputs(x, gate_up, down, index, transposed, interleaved, keep_pre)
-    x = flatten_rows(x)
-    index = index.contiguous()
-    weights = weights.contiguous()
-    gate_up = linear_layout(gate_up, transposed)
-    down = linear_layout(down, transposed)
-    F = down.shape[2]
-    S = index.numel()
-    top_k = index.shape[1]
-    routed = top_k, order, offsets, tiles, tile_rows
-    z = x.new_empty((S, F))
+    z, pre = _empty_rows(x, gate_up, index, transposed, interleaved, keep_pre)
     grouped_matmul(
-        x,
-        gate_up.mT,
+        flatten_rows(x),
+        linear_layout(gate_up, transposed).mT,
         _contiguous(gate_up_bias),
         pre,
         True,
-        *routed,
+        index.shape[1],
+        order,
+        offsets,
+        tiles,
+        tile_rows,
         z=z,
         act=act,
         limit=limit,
@@ -368,8 +361,33 @@ def experts_fwd(
         shift=shift,
         interleaved=interleaved,
     )
+    return z, pre
+
+
+def _empty_output(z, down, index, weights, down_bias, order, offsets, tiles, tile_rows, transposed):
+    return z.new_empty((index.shape[0], down.shape[2 if transposed else 1]))
+
+
+@custom_op("experts_down", _empty_output)
+def experts_down(
+    z: torch.Tensor,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    tiles: torch.Tensor,
+    tile_rows: int,
+    transposed: bool,
+) -> torch.Tensor:
+    """Return out (T, H). Arguments: as of `experts_up`."""
+    routed = index.shape[1], order, offsets, tiles, tile_rows
+    out = _empty_output(z, down, index, weights, down_bias, *routed[1:], transposed)
+    down = linear_layout(down, transposed)
+    weights, index = weights.contiguous(), index.contiguous()
     multiply_and_sum(z, down.mT, down_bias, weights, out, index, *routed)
-    return out, pre
+    return out
 
 
 def _empty_gradients(dout, x, gate_up, down, index, weights, gate_up_bias, down_bias, *options):

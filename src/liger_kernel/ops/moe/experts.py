@@ -11,7 +11,8 @@ contributes nothing, and its weight's gradient is 0.
 
 Kept between forward and backward are x, W·x + b in x's dtype, and the order of the assignments. The
 rows that are gathered for a product, act(g)·u and the experts' outputs are not kept. <dout, an
-expert's output>, the gradient of its weight, is computed from dout·D.
+expert's output>, the gradient of its weight, is computed from dout·D. A checkpoint with early stop
+does not compute the products with D again.
 
 Hugging Face rounds W·x + b, the activation, act(g)·u, each expert's output, its product with the
 weight, and each sum. The kernels compute act(g)·u in fp32 from sums in fp32. They round that, each
@@ -28,8 +29,14 @@ import torch
 
 from liger_kernel.core import check, devices, overwrite
 from liger_kernel.core.op import CASES, Case, F, Function, cast_if_needed
+from liger_kernel.core.saved import save_early, saving_node
 from liger_kernel.ops.mlp.glu import clamped_swiglu_reference, geglu_reference, swiglu_reference
-from liger_kernel.ops.moe.expert_kernels import compute_gradients, experts_bwd, experts_fwd
+from liger_kernel.ops.moe.expert_kernels import (
+    compute_gradients,
+    experts_bwd,
+    experts_down,
+    experts_up,
+)
 from liger_kernel.ops.moe.grouped_matmul import choose_tile_rows
 from liger_kernel.ops.moe.routing import compute_routing_metadata as compute_routing_metadata
 from liger_kernel.ops.moe.routing import routing
@@ -144,26 +151,29 @@ class LigerFusedMoEFunction(Function):
         keep_pre = any(ctx.needs_input_grad)
         tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
         metadata = routing(top_k_index, E, tile_rows)
-        out, pre = experts_fwd(*tensors, *metadata, *kernel_options, keep_pre)
+        up = gate_up_proj, top_k_index, gate_up_bias
+        z, pre = experts_up(x, *up, *metadata, *kernel_options, keep_pre)
         if keep_pre:
-            ctx.save_for_backward(*tensors, pre, *metadata)
+            save_early(ctx, *tensors, pre, *metadata)
             ctx.options = options
             ctx.kernel_options = kernel_options
-        return out
+        down = down_proj, top_k_index, top_k_weights, down_bias
+        return experts_down(z, *down, *metadata, tile_rows, transposed)
 
     @staticmethod
     def arguments(ctx):
-        *tensors, gate_up_bias, down_bias = ctx.saved_tensors[:7]
+        *tensors, gate_up_bias, down_bias = saving_node(ctx).saved_tensors[:7]
         act, *options = ctx.options
         return *tensors, act, gate_up_bias, down_bias, *options
 
     @staticmethod
     def backward(ctx, dout):
-        saved = ctx.saved_tensors
+        node = saving_node(ctx)
+        saved = node.saved_tensors
         # a call may leave out the arguments from act on
         needs_input_grad = [*ctx.needs_input_grad, *[False] * 3][:8]
         needs = [needs_input_grad[i] for i in (0, 1, 2, 4, 6, 7)]
-        if not torch.compiler.is_compiling() and may_overwrite_saved(ctx):
+        if not torch.compiler.is_compiling() and may_overwrite_saved(node):
             pre = saved[7]
             grads = compute_gradients(dout, *saved, *ctx.kernel_options, *needs, dpre=pre)
             torch.autograd.graph.increment_version(pre)
@@ -175,14 +185,15 @@ class LigerFusedMoEFunction(Function):
         return dx, dgate_up, ddown, None, dweights, None, *dbiases, *[None] * 5
 
 
-def may_overwrite_saved(ctx):
-    """Return True if only the graph holds the saved pre-activation, and does not run again.
+def may_overwrite_saved(node):
+    """Return True if only the graph holds the pre-activation saved by this node, and does not run
+    again.
 
     Forward gives the pre-activation to nothing but a saved-tensor hook, which may keep it; a
     checkpoint's hook does not."""
     if not overwrite.ENABLED or overwrite.is_graph_kept():
         return False
-    hooks = [raw.unpack_hook for raw in ctx._raw_saved_tensors]
+    hooks = [raw.unpack_hook for raw in node._raw_saved_tensors]
     return all(
         hook is None or getattr(hook, "__module__", None) == "torch.utils.checkpoint"
         for hook in hooks

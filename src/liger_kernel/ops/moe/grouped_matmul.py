@@ -10,7 +10,7 @@ import torch
 from liger_kernel.core import devices, tuning
 from liger_kernel.core.kernel import kernel, tma_descriptor
 from liger_kernel.core.tile import cdiv, load_fp32, next_power_of_2, tl, triton
-from liger_kernel.ops.mlp.pointwise import ACTIVATION_FUNCTIONS
+from liger_kernel.ops.mlp.pointwise import activation_function
 
 # the interpreter's products of bf16 are wrong, those of fp32 are not
 UPCAST = tl.constexpr(devices.INTERPRETED)
@@ -453,7 +453,7 @@ def grouped_matmul(
         alpha,
         shift,
         GATHER=gather,
-        ACT=ACTIVATION_FUNCTIONS.get(act),
+        ACT=None if act is None else activation_function(act, a),
         INTERLEAVED=interleaved,
         USE_TMA=use_tma,
         K_CONTIGUOUS=k_contiguous,

@@ -35,8 +35,12 @@ class _Factors(NamedTuple):
 def _pad_factors(a, b, scaling, dtype) -> _Factors | None:
     if a is None:
         return None
+    return _Factors(_pad_rank(a, dtype), _pad_b(b, scaling, dtype))
+
+
+def _pad_b(b, scaling, dtype):
     b = cast_if_needed(b, torch.promote_types(b.dtype, dtype))
-    return _Factors(_pad_rank(a, dtype), _pad_rank(b.mT * scaling, dtype))
+    return _pad_rank(b.mT * scaling, dtype)
 
 
 def _padded(rank):
@@ -130,38 +134,33 @@ class _SortedRows:
 # ---- forward ----
 
 
-def _empty_outputs(x, gate_up, down, index, *arguments):
-    gate_up_a, down_a = arguments[3], arguments[5]
+def _empty_rows(x, gate_up, index, gate_up_bias, gate_up_a, gate_up_b, down_a, *arguments):
     transposed, keep_pre = arguments[-3], arguments[-1]
     S = index.numel()
     columns = gate_up.shape[2 if transposed else 1]
+    z = x.new_empty((S, columns // 2))
     pre = x.new_empty((S, columns)) if keep_pre else None
     a, p = (
-        x.new_empty((S, _padded(factor.shape[1]))) if keep_pre and factor is not None else None
-        for factor in (gate_up_a, down_a)
+        None if factor is None else x.new_empty((S, _padded(factor.shape[1])))
+        for factor in (gate_up_a if keep_pre else None, down_a)
     )
-    return x.new_empty(x.shape), pre, a, p
+    return z, pre, a, p
 
 
-@custom_op("lora_experts", _empty_outputs)
-def lora_experts_fwd(
+@custom_op("lora_experts_up", _empty_rows)
+def lora_experts_up(
     x: torch.Tensor,
     gate_up: torch.Tensor,
-    down: torch.Tensor,
     index: torch.Tensor,
-    weights: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
     gate_up_a: torch.Tensor | None,
     gate_up_b: torch.Tensor | None,
     down_a: torch.Tensor | None,
-    down_b: torch.Tensor | None,
     order: torch.Tensor,
     offsets: torch.Tensor,
     tiles: torch.Tensor,
     tile_rows: int,
     gate_up_scaling: float,
-    down_scaling: float,
     act: str,
     limit: float | None,
     alpha: float,
@@ -170,32 +169,54 @@ def lora_experts_fwd(
     interleaved: bool,
     keep_pre: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return out (T, H) and, with ``keep_pre``, pre (S, 2I), a and p; else None in their place.
+    """Return z (S, I), pre (S, 2I), a and p. Without ``keep_pre`` pre and a are None.
 
-    Of a table without an adapter a or p is None, too. Arguments: as of `experts_fwd`."""
+    Of a table without an adapter a or p is None, too. Arguments: as of `experts_up`."""
     rows = _SortedRows(index, order, offsets, tiles, tile_rows)
     x = flatten_rows(x)
     gate_up = linear_layout(gate_up, transposed)
-    down = linear_layout(down, transposed)
-    gate_up_factors = _pad_factors(gate_up_a, gate_up_b, gate_up_scaling, x.dtype)
-    down_factors = _pad_factors(down_a, down_b, down_scaling, x.dtype)
-    S = index.numel()
-
-    z = x.new_empty((S, down.shape[2]))
-    pre = x.new_empty((S, gate_up.shape[1])) if keep_pre else None
-    a = low_rank = None
-    if gate_up_factors is not None:
-        a = rows.multiply_tokens(x, gate_up_factors.a.mT)
-        low_rank = a, gate_up_factors.b
+    S, columns = index.numel(), gate_up.shape[1]
+    z = x.new_empty((S, columns // 2))
+    pre = x.new_empty((S, columns)) if keep_pre else None
+    a = p = low_rank = None
+    if gate_up_a is not None:
+        factors = _pad_factors(gate_up_a, gate_up_b, gate_up_scaling, x.dtype)
+        a = rows.multiply_tokens(x, factors.a.mT)
+        low_rank = a, factors.b
     activation = act, limit, alpha, shift, interleaved
     rows.gated_product(x, gate_up.mT, gate_up_bias, low_rank, pre, z, *activation)
-    p = low_rank = None
-    if down_factors is not None:
-        p = rows.multiply(z, down_factors.a.mT)
-        low_rank = p, down_factors.b
-    out = x.new_empty(x.shape)
+    if down_a is not None:
+        p = rows.multiply(z, _pad_rank(down_a, x.dtype).mT)
+    return z, pre, a if keep_pre else None, p
+
+
+def _empty_output(z, p, down, index, *arguments):
+    return z.new_empty((index.shape[0], down.shape[2 if arguments[-1] else 1]))
+
+
+@custom_op("lora_experts_down", _empty_output)
+def lora_experts_down(
+    z: torch.Tensor,
+    p: torch.Tensor | None,
+    down: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    down_b: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    tiles: torch.Tensor,
+    tile_rows: int,
+    down_scaling: float,
+    transposed: bool,
+) -> torch.Tensor:
+    """Return out (T, H). Arguments: as of `lora_experts_up`, which returns z and p."""
+    rows = _SortedRows(index, order, offsets, tiles, tile_rows)
+    low_rank = None if p is None else (p, _pad_b(down_b, down_scaling, z.dtype))
+    out = _empty_output(z, p, down, index, transposed)
+    down = linear_layout(down, transposed)
     rows.multiply_and_sum(z, down.mT, down_bias, weights.contiguous(), out, low_rank)
-    return (out, pre, a, p) if keep_pre else (out, None, None, None)
+    return out
 
 
 # ---- backward ----

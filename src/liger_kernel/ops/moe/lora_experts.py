@@ -27,7 +27,7 @@ Q are cast to it in every forward and backward, and their gradients are computed
 from sums in fp32. No copy of them is kept: optimizers write to parameters without a new version.
 
 Kept between forward and backward are x, pre and the order of the assignments, as without adapters,
-and a and p, which are as narrow as the rank.
+and a and p, which are as narrow as the rank. A checkpoint with early stop does not compute y again.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, arXiv:2106.09685."""
 
@@ -39,6 +39,7 @@ import torch
 
 from liger_kernel.core import check, devices
 from liger_kernel.core.op import CASES, Case, Function, cast_if_needed
+from liger_kernel.core.saved import save_early, saving_node
 from liger_kernel.ops.moe.experts import (
     ACTIVATIONS,
     cast_in_autocast,
@@ -51,7 +52,8 @@ from liger_kernel.ops.moe.grouped_matmul import choose_tile_rows
 from liger_kernel.ops.moe.lora_expert_kernels import (
     compute_lora_gradients,
     lora_experts_bwd,
-    lora_experts_fwd,
+    lora_experts_down,
+    lora_experts_up,
 )
 from liger_kernel.ops.moe.routing import routing
 
@@ -154,22 +156,26 @@ class LigerLoRAExpertsFunction(Function):
         tensors = x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_bias, down_bias
         tensors = *tensors, gate_up_a, gate_up_b, down_a, down_b
         metadata = routing(top_k_index, E, tile_rows)
-        out, *intermediates = lora_experts_fwd(*tensors, *metadata, *kernel_options, keep_pre)
+        up = gate_up_proj, top_k_index, gate_up_bias, gate_up_a, gate_up_b, down_a
+        numbers = tile_rows, scalings[0], *activation, transposed, interleaved
+        z, pre, a, p = lora_experts_up(x, *up, *metadata, *numbers, keep_pre)
         if keep_pre:
-            ctx.save_for_backward(*tensors, *intermediates, *metadata)
+            save_early(ctx, *tensors, pre, a, p, *metadata)
             ctx.kernel_options = kernel_options
             ctx.options = scalings, options
-        return out
+        down = down_proj, top_k_index, top_k_weights, down_bias, down_b
+        return lora_experts_down(z, p, *down, *metadata, tile_rows, scalings[1], transposed)
 
     @staticmethod
     def arguments(ctx):
-        return *ctx.saved_tensors[:11], *ctx.options
+        return *saving_node(ctx).saved_tensors[:11], *ctx.options
 
     @staticmethod
     def backward(ctx, dout):
-        saved = ctx.saved_tensors
+        node = saving_node(ctx)
+        saved = node.saved_tensors
         needs = [ctx.needs_input_grad[i] for i in (0, 4, 7, 8, 9, 10)]
-        if not torch.compiler.is_compiling() and may_overwrite_saved(ctx):
+        if not torch.compiler.is_compiling() and may_overwrite_saved(node):
             pre = saved[11]
             grads = compute_lora_gradients(dout, *saved, *ctx.kernel_options, *needs, dpre=pre)
             torch.autograd.graph.increment_version(pre)

@@ -14,8 +14,7 @@ from liger_kernel.core.tile import (
     next_power_of_2,
     num_balanced_programs,
     sigmoid,
-    silu,
-    silu_16_bit,
+    silu_for,
 )
 from liger_kernel.ops.norm.gated_norm_kernels import (
     gated_norm_bwd_kernel,
@@ -24,13 +23,12 @@ from liger_kernel.ops.norm.gated_norm_kernels import (
     mean_dots_kernel,
 )
 
-GATES = {"silu": silu, "sigmoid": sigmoid, None: None}
-
 
 def _gate_function(act, x, g):
-    """Return the device function that computes f and f' of an activation."""
-    is_16_bit = x.element_size() == g.element_size() == 2
-    return silu_16_bit if act == "silu" and is_16_bit else GATES[act]
+    """Return the device function that computes f and f' of an activation, or None."""
+    if act == "silu":
+        return silu_for(x, g)
+    return sigmoid if act == "sigmoid" else None
 
 
 MAX_BLOCK_N = 8192  # a wider group does not fit into registers and is processed in blocks

@@ -22,7 +22,7 @@ from liger_kernel.core import check, devices, tuning
 from liger_kernel.core.kernel import LaunchCache, prepare_launch
 from liger_kernel.core.op import CASES, Case, F, Function, cast_if_needed, custom_op
 from liger_kernel.core.reduce import new_partial_sums, sum_rows
-from liger_kernel.core.tile import cdiv, next_power_of_2, silu, silu_16_bit
+from liger_kernel.core.tile import cdiv, next_power_of_2, silu_for
 from liger_kernel.ops.recurrent.conv_kernels import (
     conv_bwd,
     conv_bwd_by_channel,
@@ -83,13 +83,6 @@ def _empty_as(x):
         return x.new_empty(x.shape)
     B, T, D = x.shape
     return x.new_empty((B, D, T)).transpose(1, 2)
-
-
-def _activation(x, weight, has_silu):
-    """Return the device function of silu and its slope, or None without one."""
-    if not has_silu:
-        return None
-    return silu_16_bit if x.element_size() == weight.element_size() == 2 else silu
 
 
 # ---- launches ----
@@ -176,7 +169,7 @@ _bwd_launches = LaunchCache()
 def _prepare_fwd(x, weight, has_silu):
     B, T, D = x.shape
     W = weight.shape[1]
-    act = _activation(x, weight, has_silu)
+    act = silu_for(x, weight) if has_silu else None
     if _has_contiguous_channels(x):
         run, programs, constants = _choose_walk(x, W, 1, FWD_PROGRAMS)
         scalars = x.stride(0), x.stride(1), T, D, run
@@ -247,7 +240,7 @@ def _prepare_bwd(dy, x, weight, has_silu):
     """Return the launch, and the rows of its partial sums."""
     B, T, D = x.shape
     W = weight.shape[1]
-    act = _activation(x, weight, has_silu)
+    act = silu_for(x, weight) if has_silu else None
     if _has_contiguous_channels(x):
         run, programs, constants = _choose_walk(x, W, 2, BWD_PROGRAMS)
         scalars = dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), T, D, run
