@@ -149,17 +149,19 @@ def _gradient_launch_candidates(x, numbers, T, V, contiguous_classes):
 def _gradient_launch(x, T, V, contiguous_classes):
     """Return (tokens, classes at a time, how often, warps) of a program of `gradient_kernel`.
 
-    In training the clock is lower than in a program of such kernels alone, and instructions count.
-    H200, 2026-11-29, bf16, read + written, after matrix products (and after none), in TB/s: (V, T)
-    of 4096 tokens once 3.75 (4.08), 8 times 4.06 (4.09), 8 times without three stages 3.58 (3.80);
-    2048 tokens once 3.63 (3.83), 8 times 3.92 (3.98). Rows of 128256: 2048 classes with 2 and 4
-    warps 3.72 and 3.84, 4096 with 4 3.61, 8192 with 8 3.50.
+    In training the clock is lower than in a benchmark of such a kernel, and instructions count.
+    H200, 2026-11-29, bf16, read + written, in TB/s after matrix products (and after none): (V, T)
+    of 128256 classes and 4096 tokens 4.11 (4.09), with three stages of loads 4.04 (4.07), with one
+    3.58 (3.80); half as often 3.84 (4.10), twice 4.01 (3.98), once 2.51 (2.76), with twice the
+    classes and warps 3.52 (3.91). 6144 tokens 4.14 (4.02); 256000 classes, 2944 tokens 4.13 (4.11).
+    Rows of 128256, with three stages, 3.91 (3.90), once 3.62 (3.88), with half the warps 3.67
+    (3.88), with twice the classes 3.61 (3.84).
     """
     if contiguous_classes:
         columns = min(next_power_of_2(V), 2048)
-        return 1, columns, 1, max(columns // 512, 1)
+        return 1, columns, 8 if V > 2048 else 1, max(columns // 512, 1)
     tokens = min(next_power_of_2(T), 128)
-    return tokens, 4096 // tokens, 8 if T >= 1024 else 1, 4
+    return tokens, 4096 // tokens, 8 if T >= 128 else 1, 4
 
 
 def round_bias(x, bias):
@@ -473,6 +475,8 @@ def token_gradient(
     constants = options.kernel_constants
     tokens, block, blocks, warps = _gradient_launch(x, *_layout(x))
     strip = block * blocks
+    loaded_bytes = tokens * block * x.element_size()
+    stages = devices.choose_num_stages(loaded_bytes, x, 4) if blocks > 1 else 1
     while num_vocab_blocks(split, shard, strip) > MAX_GRID_Y:
         strip *= 2
     gradient_kernel[(cdiv(T, tokens), num_vocab_blocks(split, shard, strip))](
@@ -500,7 +504,7 @@ def token_gradient(
         **constants,
         BLOCK_T=tokens,
         BLOCK_V=block,
-        STAGES=3 if strip > block else 1,
+        STAGES=stages,
         num_warps=devices.limit_warps(warps, x),
         **_fusion_option(x),
     )
