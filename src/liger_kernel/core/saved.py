@@ -61,6 +61,23 @@ class _Save(torch.autograd.Function):
         return leaf.view_as(leaf)
 
 
+class _SavingNode:
+    """The node of a `_Save`, which is there as long as what it returned."""
+
+    def __init__(self, tensors):
+        with torch.enable_grad():
+            leaf = torch.empty(0, requires_grad=True)
+            self.output = _Save.apply(leaf, tensors)
+
+    @property
+    def saved_tensors(self):
+        return self.output.grad_fn.saved_tensors
+
+    @property
+    def _raw_saved_tensors(self):
+        return self.output.grad_fn._raw_saved_tensors
+
+
 def save_early(ctx, *tensors) -> None:
     """Save tensors for ``saving_node(ctx).saved_tensors``, within a checkpoint at once.
 
@@ -72,9 +89,7 @@ def save_early(ctx, *tensors) -> None:
     ctx.saving_node = None
     ctx.is_released = False
     if in_checkpoint():
-        with torch.enable_grad():
-            leaf = torch.empty(0, requires_grad=True)
-            ctx.saving_node = _Save.apply(leaf, tensors).grad_fn
+        ctx.saving_node = _SavingNode(tensors)
     else:
         ctx.save_for_backward(*tensors)
 
