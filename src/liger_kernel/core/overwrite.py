@@ -67,6 +67,7 @@ def may_overwrite(ctx, saved: torch.Tensor, made_in_forward: bool = False) -> bo
     contiguous copy, needs no question.
 
     Args:
+        ctx: the Function's, or its `saved.saving_node`.
         made_in_forward: the Function's own forward has made the tensor, which is none of its inputs
             and outputs. Otherwise a leaf, or a tensor without a gradient, is kept.
     """
@@ -97,7 +98,7 @@ def is_checkpoint_hook(hook) -> bool:
 
 
 def in_checkpoint() -> bool:
-    """Return True if what is saved goes to a checkpoint that will run forward again."""
+    """Return True if a checkpoint gets what is saved, in its forward or in its recomputation."""
     if torch.compiler.is_compiling():
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -1,5 +1,5 @@
-"""Saving tensors for backward: trainable parameters without a checkpoint's hooks, or all of them
-before forward is over.
+"""Saving tensors for backward: without a checkpoint's hooks (`save_for_backward`), or before the
+end of forward (`save_early`).
 
 A checkpoint has hooks on every saved tensor, which run twice in forward and once in backward, and
 take the host longer than many a small kernel. A trainable parameter is held by its own node of the
@@ -11,9 +11,11 @@ a step of the optimizer before backward does nothing.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
-from liger_kernel.core.overwrite import in_checkpoint, is_checkpoint_hook, is_graph_kept
+from liger_kernel.core.overwrite import in_checkpoint, is_checkpoint_hook
 
 
 def save_for_backward(ctx, *tensors) -> None:
@@ -62,16 +64,22 @@ class _Save(torch.autograd.Function):
 
 
 class _SavingNode:
-    """The node of a `_Save`, which is there as long as what it returned."""
+    """The node of a `_Save`, for one backward.
 
-    def __init__(self, tensors):
-        with torch.enable_grad():
-            leaf = torch.empty(0, requires_grad=True)
-            self.output = _Save.apply(leaf, tensors)
+    ``held``: a list of what `_Save` returned, which keeps the node alive. It is emptied with the
+    unpacking, unless the graph is kept, as autograd frees what its own nodes have saved.
+    """
+
+    def __init__(self, held):
+        self.held = held
+        self.output = held[0]
 
     @property
     def saved_tensors(self):
-        return self.output.grad_fn.saved_tensors
+        tensors = self.output.grad_fn.saved_tensors  # raises if a recomputation fails
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.held.clear()
+        return tensors
 
     @property
     def _raw_saved_tensors(self):
@@ -81,40 +89,49 @@ class _SavingNode:
 def save_early(ctx, *tensors) -> None:
     """Save tensors for ``saving_node(ctx).saved_tensors``, within a checkpoint at once.
 
-    Autograd saves what a Function's forward has named when that is over. A checkpoint with early
-    stop, which ends when all is saved, then runs all of it again. Call this before what backward
-    does not need, such as the last product of an MLP. Within a checkpoint a node of its own saves
-    the tensors.
+    Autograd saves what a Function's forward has named when forward is over, so a checkpoint with
+    early stop, which ends when everything is saved, would compute all of forward again. Call this
+    before what backward does not need, such as the last product of an MLP. Within a checkpoint a
+    node outside the graph saves the tensors. Compiled autograd does not see that node: where it is
+    on, all is saved as elsewhere.
     """
-    ctx.saving_node = None
-    ctx.is_released = False
-    if in_checkpoint():
-        ctx.saving_node = _SavingNode(tensors)
+    ctx.held = None
+    if in_checkpoint() and not _in_compiled_autograd():
+        with torch.enable_grad():
+            leaf = torch.empty(0, requires_grad=True)
+            ctx.held = [_Save.apply(leaf, tensors)]
     else:
         ctx.save_for_backward(*tensors)
 
 
 def saving_node(ctx):
-    """Return the node that has saved what `save_early` was given. Call it once in backward.
-
-    Autograd does not know the node that saves within a checkpoint. So it is released here, unless
-    the graph is kept: with it goes what the checkpoint keeps to run forward again.
+    """Return the node that has saved what `save_early` was given, for the backward that runs.
 
     Raises:
-        RuntimeError: it was released.
+        RuntimeError: the graph was not kept by an earlier backward, or compiled autograd was
+            switched on since forward.
     """
-    if torch.compiler.is_compiling() or ctx.saving_node is None and not ctx.is_released:
+    if ctx.held is None:
         return ctx
-    if ctx.is_released:
+    if torch.compiler.is_compiling():
         raise RuntimeError(
-            "Trying to backward through the graph a second time: what was saved in a checkpoint is "
-            "freed. Give retain_graph=True to the first backward"
+            "compiled autograd cannot read what was saved within a checkpoint before it was "
+            "switched on: switch it on before forward"
         )
-    node = ctx.saving_node
-    if not is_graph_kept():
-        ctx.saving_node = None
-        ctx.is_released = True
-    return node
+    if not ctx.held:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: what was saved within a "
+            "checkpoint is freed. Give retain_graph=True to the first backward"
+        )
+    return _SavingNode(ctx.held)
+
+
+def _in_compiled_autograd() -> bool:
+    config = sys.modules.get("torch._dynamo.config")
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(config, "compiled_autograd", False) or getattr(
+        compiled_autograd, "compiled_autograd_enabled", False
+    )
 
 
 def _check_version(tensor, version: int | None) -> torch.Tensor:

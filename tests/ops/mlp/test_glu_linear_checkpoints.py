@@ -12,6 +12,7 @@ from hardware import DEVICE
 from lora_layers import assert_close, grad_output, randn, same
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from liger_kernel.core.overwrite import recorded_backward
 from liger_kernel.ops.mlp import activation_linear
 from liger_kernel.ops.mlp.activation_linear import liger_activation_linear, liger_glu_linear
 from liger_kernel.ops.mlp.swiglu_mlp import liger_swiglu_mlp
@@ -205,6 +206,65 @@ def test_what_a_checkpoint_keeps_goes_with_backward(mlp, keep):
         assert (kept() is not None) == keep
     finally:
         gc.enable()
+
+
+def test_a_recomputation_that_fails():
+    """Such as one that ran out of memory. A second backward computes it again."""
+    tensors = weights()
+    x = randn(ROWS, HIDDEN_SIZE)
+    out = in_halves(x, *tensors)
+    expected = torch.autograd.grad(out, [x, *tensors], grad_output(out))
+    calls = []
+
+    def run(x):
+        calls.append(x)
+        if len(calls) == 2:
+            raise MemoryError
+        return in_halves(x, *tensors)
+
+    out = checkpoint(run, x, use_reentrant=False)
+    with pytest.raises(MemoryError):
+        out.backward(grad_output(out))
+    out.backward(grad_output(out))
+    assert same([t.grad for t in (x, *tensors)], expected)
+
+
+def test_a_recorded_backward_frees_nothing():
+    """A CUDA graph's memory is kept for replays, though it may write over what was saved."""
+    tensors = weights()
+    x = randn(ROWS, HIDDEN_SIZE)
+    hidden = 2 * x
+    kept = weakref.ref(hidden)
+    out = checkpoint(lambda x: in_halves(x, *tensors), hidden, use_reentrant=False)
+    del hidden
+    with recorded_backward(out.grad_fn):
+        torch.autograd.grad(out, [x, *tensors], grad_output(out), retain_graph=True)
+    gc.collect()
+    assert kept() is not None
+
+
+@pytest.mark.parametrize("switch", ["config", "context"])
+def test_compiled_autograd_gets_what_it_can_see(switch):
+    """It does not see a node outside the graph, so that all of forward is computed again."""
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    tensors = weights()
+    x = randn(ROWS, HIDDEN_SIZE)
+
+    def run(x):
+        with (
+            torch._dynamo.config.patch(compiled_autograd=True)
+            if switch == "config"
+            else compiled_autograd._enable(torch.compile(backend="eager"))
+        ):
+            return in_halves(x, *tensors)
+
+    plain, expected = flops_and_gradients(
+        lambda x: in_halves(x, *tensors), x, [x, *tensors], grad_output
+    )
+    flops, grads = flops_and_gradients(
+        lambda x: checkpoint(run, x, use_reentrant=False), x, [x, *tensors], grad_output
+    )
+    assert same(grads, expected) and flops - plain == 3 * PRODUCT
 
 
 def test_no_reference_to_itself():

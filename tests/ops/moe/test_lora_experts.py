@@ -373,3 +373,20 @@ def test_errors():
     with pytest.raises(TypeError, match="gate_up_lora is a Tensor, give a TableAdapter or None"):
         plain = without(random_inputs(), *ADAPTERS)
         liger_lora_experts(**plain, gate_up_lora=inputs["gate_up_a"])
+
+
+@pytest.mark.parametrize("table", ["gate_up", "down"])
+def test_an_adapter_of_one_table_in_a_graph(table):
+    inputs = random_inputs()
+    for name in ADAPTERS:
+        if not name.startswith(table):
+            inputs[name] = None
+    graph = torch.compile(lambda **t: with_factors(**t), backend="aot_eager", fullgraph=True)
+    expected, actual = (fn(**inputs) for fn in (with_factors, graph))
+    assert torch.equal(actual, expected)
+    names = [n for n, t in inputs.items() if t is not None and t.requires_grad]
+    grads = [
+        torch.autograd.grad(out.square().sum(), [inputs[n] for n in names])
+        for out in (actual, expected)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -147,15 +147,15 @@ def _gradient_launch_candidates(x, numbers, T, V, contiguous_classes):
 
 @tuning.tunable("logits_gradient", _gradient_launch_candidates)
 def _gradient_launch(x, T, V, contiguous_classes):
-    """Return (tokens, classes at a time, how often, warps) of a program of `gradient_kernel`.
+    """Return (tokens, classes of a block, blocks, warps) of a program of `gradient_kernel`.
 
     In training the clock is lower than in a benchmark of such a kernel, and instructions count.
-    H200, 2026-11-29, bf16, read + written, in TB/s after matrix products (and after none): (V, T)
-    of 128256 classes and 4096 tokens 4.11 (4.09), with three stages of loads 4.04 (4.07), with one
-    3.58 (3.80); half as often 3.84 (4.10), twice 4.01 (3.98), once 2.51 (2.76), with twice the
-    classes and warps 3.52 (3.91). 6144 tokens 4.14 (4.02); 256000 classes, 2944 tokens 4.13 (4.11).
-    Rows of 128256, with three stages, 3.91 (3.90), once 3.62 (3.88), with half the warps 3.67
-    (3.88), with twice the classes 3.61 (3.84).
+    H200, 2026-11-29, bf16, read + written, in TB/s after matrix products (and after none). (V, T)
+    of 128256 classes and 4096 tokens: 4.11 (4.09); with three stages of loads 4.04 (4.07), with one
+    3.58 (3.80). With three stages, 4 blocks 3.84 (4.10), 16 blocks 4.01 (3.98), blocks of 64
+    classes and 8 warps 3.52 (3.91); a single block 2.51 (2.76). 6144 tokens 4.14 (4.02); 256000
+    classes, 2944 tokens 4.13 (4.11). Rows of 128256, with three stages: 3.91 (3.90), with 2 warps
+    3.67 (3.88), blocks of 4096 classes 3.61 (3.84); a single block 3.62 (3.88).
     """
     if contiguous_classes:
         columns = min(next_power_of_2(V), 2048)

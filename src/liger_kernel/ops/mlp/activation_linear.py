@@ -6,7 +6,8 @@ r"""An activation, gated or not, and the linear layer after it: the second half 
 
 a, b and W are saved, but not y, which dW needs. In backward, the kernel that computes da and db
 from dy also computes y and writes it over dy. y is rounded once, where Hugging Face rounds act(a),
-and then the product. A checkpoint with early stop computes neither y nor out again.
+and then the product. Where a checkpoint with early stop keeps nothing behind out, it does not
+compute out again.
 
 Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
 """

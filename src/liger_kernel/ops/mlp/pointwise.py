@@ -69,7 +69,7 @@ ACTIVATION_FUNCTIONS = {  # two GELUs by torch's names
 
 
 def activation_function(act, x):
-    """Return the device function of act and its slope, for x and what it meets, of one dtype."""
+    """Return the device function that computes act and its slope, for tensors of x's dtype."""
     return silu_for(x) if act == "silu" else ACTIVATION_FUNCTIONS[act]
 
 

@@ -11,8 +11,8 @@ contributes nothing, and its weight's gradient is 0.
 
 Kept between forward and backward are x, W·x + b in x's dtype, and the order of the assignments. The
 rows that are gathered for a product, act(g)·u and the experts' outputs are not kept. <dout, an
-expert's output>, the gradient of its weight, is computed from dout·D. A checkpoint with early stop
-does not compute the products with D again.
+expert's output>, the gradient of its weight, is computed from dout·D. Where a checkpoint with
+early stop keeps nothing behind out, it does not compute the products with D again.
 
 Hugging Face rounds W·x + b, the activation, act(g)·u, each expert's output, its product with the
 weight, and each sum. The kernels compute act(g)·u in fp32 from sums in fp32. They round that, each

@@ -212,7 +212,8 @@ def lora_experts_down(
 ) -> torch.Tensor:
     """Return out (T, H). Arguments: as of `lora_experts_up`, which returns z and p."""
     rows = _SortedRows(index, order, offsets, tiles, tile_rows)
-    low_rank = None if p is None else (p, _pad_b(down_b, down_scaling, z.dtype))
+    # in a compiled graph p is empty, not None
+    low_rank = None if down_b is None else (p, _pad_b(down_b, down_scaling, z.dtype))
     out = _empty_output(z, p, down, index, transposed)
     down = linear_layout(down, transposed)
     rows.multiply_and_sum(z, down.mT, down_bias, weights.contiguous(), out, low_rank)
