@@ -66,19 +66,19 @@ class _Save(torch.autograd.Function):
 class _SavingNode:
     """The node of a `_Save`, for one backward.
 
-    ``held``: a list of what `_Save` returned, which keeps the node alive. It is emptied with the
-    unpacking, unless the graph is kept, as autograd frees what its own nodes have saved.
+    ``outputs``: a list of the tensor that `_Save` returned, which keeps the node alive. Unpacking
+    empties it, unless the graph is kept, as autograd frees what its own nodes have saved.
     """
 
-    def __init__(self, held):
-        self.held = held
-        self.output = held[0]
+    def __init__(self, outputs):
+        self.outputs = outputs
+        self.output = outputs[0]
 
     @property
     def saved_tensors(self):
         tensors = self.output.grad_fn.saved_tensors  # raises if a recomputation fails
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.held.clear()
+            self.outputs.clear()
         return tensors
 
     @property
@@ -95,11 +95,11 @@ def save_early(ctx, *tensors) -> None:
     node outside the graph saves the tensors. Compiled autograd does not see that node: where it is
     on, all is saved as elsewhere.
     """
-    ctx.held = None
+    ctx.save_outputs = None
     if in_checkpoint() and not _in_compiled_autograd():
         with torch.enable_grad():
             leaf = torch.empty(0, requires_grad=True)
-            ctx.held = [_Save.apply(leaf, tensors)]
+            ctx.save_outputs = [_Save.apply(leaf, tensors)]
     else:
         ctx.save_for_backward(*tensors)
 
@@ -111,19 +111,19 @@ def saving_node(ctx):
         RuntimeError: the graph was not kept by an earlier backward, or compiled autograd was
             switched on since forward.
     """
-    if ctx.held is None:
+    if ctx.save_outputs is None:
         return ctx
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "compiled autograd cannot read what was saved within a checkpoint before it was "
             "switched on: switch it on before forward"
         )
-    if not ctx.held:
+    if not ctx.save_outputs:
         raise RuntimeError(
             "Trying to backward through the graph a second time: what was saved within a "
             "checkpoint is freed. Give retain_graph=True to the first backward"
         )
-    return _SavingNode(ctx.held)
+    return _SavingNode(ctx.save_outputs)
 
 
 def _in_compiled_autograd() -> bool:

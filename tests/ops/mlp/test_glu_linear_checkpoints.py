@@ -80,8 +80,8 @@ def test_a_layer_that_ends_in_something_else(mlp):
         torch.manual_seed(3)
         results.append(flops_and_gradients(run, x, [x, *tensors], grad_output))
     (plain, expected), (flops, grads) = results
-    assert_close(grads, expected)
-    assert flops - plain >= products * PRODUCT
+    assert same(grads, expected)
+    assert flops - plain == products * PRODUCT
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -168,24 +168,6 @@ def test_a_parameter_that_changes_before_the_recomputation(index):
             tensors[index].mul_(2)
         results.append(torch.autograd.grad(out, [x, *tensors], grad_output(out)))
     assert_close(*results)
-
-
-def test_a_weight_that_is_there_for_the_call_alone():
-    """A checkpoint does not keep it, as under FSDP."""
-    gate, up, down, bias = weights()
-    brought = []
-
-    def run(x):
-        weight = torch.nn.Parameter(down.detach().clone())
-        brought.append(weakref.ref(weight))
-        return in_halves(x, gate, up, weight, bias)
-
-    x = randn(ROWS, HIDDEN_SIZE)
-    outputs = [checkpoint(run, x, use_reentrant=False) for _ in range(3)]
-    gc.collect()
-    # the graph has the parameter's node, as without a checkpoint
-    assert sum(weight() is not None for weight in brought) <= len(outputs)
-    torch.autograd.grad(sum(out.sum() for out in outputs), x)
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -1,10 +1,13 @@
 """What a checkpoint computes again of experts: not their last product."""
 
+import gc
+import weakref
+
 import host
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import CHECKPOINTS
+from checkpoints import CHECKPOINTS, flops_and_gradients
 from hardware import DEVICE
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -21,7 +24,8 @@ def plain(tensors, x):
 
 
 def with_adapters(tensors, x):
-    tables = (tensors[name].detach() for name in ("gate_up_proj", "down_proj"))
+    # they are there for the call alone
+    tables = [tensors[name].detach().clone() for name in ("gate_up_proj", "down_proj")]
     a, b, p, q = (tensors[name] for name in ("a", "b", "p", "q"))
     return liger_lora_experts(
         x,
@@ -59,14 +63,16 @@ def record(monkeypatch, file, name):
     return calls
 
 
-def gradients(fn, tensors, **options):
+def gradients(fn, tensors):
     torch.manual_seed(1)
     x = torch.randn(T, H, device=DEVICE, requires_grad=True)
-    out = fn(x)
-    inputs = [x, *(t for t in tensors.values() if t.requires_grad)]
-    return torch.autograd.grad(
-        out, inputs, torch.arange(out.numel()).view(out.shape).to(out), allow_unused=True, **options
-    )
+    learned = [x, *(t for t in tensors.values() if t.requires_grad)]
+    return flops_and_gradients(fn, x, learned, weighted)[1]
+
+
+def weighted(out):
+    """Return an incoming gradient that differs from entry to entry."""
+    return torch.arange(out.numel()).view(out.shape).to(out)
 
 
 def assert_same(grads, expected):
@@ -84,12 +90,8 @@ def test_what_a_checkpoint_computes_again(kind, name, tensors, monkeypatch):
     expected = gradients(lambda x: fn(tensors, x), tensors)
     calls = record(monkeypatch, file, down)
     with set_checkpoint_early_stop(stops_early):
-        if name == "reentrant":  # which autograd.grad cannot differentiate
-            x = torch.randn(T, H, device=DEVICE, requires_grad=True)
-            run_checkpoint(lambda x: fn(tensors, x), x).sum().backward()
-        else:
-            grads = gradients(lambda x: run_checkpoint(lambda x: fn(tensors, x), x), tensors)
-            assert_same(grads, expected)
+        grads = gradients(lambda x: run_checkpoint(lambda x: fn(tensors, x), x), tensors)
+    assert_same(grads, expected)
     assert len(calls) == (1 if stops_early else 2)
 
 
@@ -113,8 +115,10 @@ def test_gradients_take_the_memory_of_what_was_recomputed(kind, tensors, monkeyp
     fn, file, _, compute = KINDS[kind]
     run_checkpoint, _ = CHECKPOINTS["early stop"]
     calls = record(monkeypatch, file, compute)
+    x = torch.randn(T, H, device=DEVICE, requires_grad=True)
     for keep in (True, False):
-        gradients(lambda x: run_checkpoint(lambda x: fn(tensors, x), x), tensors, retain_graph=keep)
+        out = run_checkpoint(lambda x: fn(tensors, x), x)
+        out.backward(weighted(out), retain_graph=keep)
     assert len(calls) == 1  # while the graph is kept, another function computes them
     assert calls[0]["dpre"] is not None
 
@@ -132,3 +136,22 @@ def test_a_second_backward(kind, tensors):
     assert_same(second, first)
     with pytest.raises(RuntimeError, match="second time|already|unpack"):
         torch.autograd.grad(out, x, torch.ones_like(out))
+
+
+def test_tables_that_are_there_for_the_call_alone(tensors, monkeypatch):
+    """A checkpoint does not keep them."""
+    run_checkpoint, _ = CHECKPOINTS["early stop"]
+    tables = []
+    experts_of = lora_experts.lora_experts_up
+
+    def note(x, table, *args):
+        tables.append(weakref.ref(table))
+        return experts_of(x, table, *args)
+
+    monkeypatch.setattr(lora_experts, "lora_experts_up", note)
+    x = torch.randn(T, H, device=DEVICE, requires_grad=True)
+    outputs = [run_checkpoint(lambda x: with_adapters(tensors, x), x) for _ in range(3)]
+    gc.collect()
+    assert len(tables) == 3 and not any(table() is not None for table in tables)
+    torch.autograd.grad(sum(out.sum() for out in outputs), x)
+    assert len(tables) == 6

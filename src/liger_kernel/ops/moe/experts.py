@@ -194,10 +194,7 @@ def may_overwrite_saved(node):
     if not overwrite.ENABLED or overwrite.is_graph_kept():
         return False
     hooks = [raw.unpack_hook for raw in node._raw_saved_tensors]
-    return all(
-        hook is None or getattr(hook, "__module__", None) == "torch.utils.checkpoint"
-        for hook in hooks
-    )
+    return all(hook is None or overwrite.is_checkpoint_hook(hook) for hook in hooks)
 
 
 def check_tensors(

@@ -171,7 +171,8 @@ def lora_experts_up(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return z (S, I), pre (S, 2I), a and p. Without ``keep_pre`` pre and a are None.
 
-    Of a table without an adapter a or p is None, too. Arguments: as of `experts_up`."""
+    Of a table without an adapter a or p is None, too. In a compiled graph they are empty instead.
+    Arguments: as of `experts_up`."""
     rows = _SortedRows(index, order, offsets, tiles, tile_rows)
     x = flatten_rows(x)
     gate_up = linear_layout(gate_up, transposed)
@@ -212,7 +213,6 @@ def lora_experts_down(
 ) -> torch.Tensor:
     """Return out (T, H). Arguments: as of `lora_experts_up`, which returns z and p."""
     rows = _SortedRows(index, order, offsets, tiles, tile_rows)
-    # in a compiled graph p is empty, not None
     low_rank = None if down_b is None else (p, _pad_b(down_b, down_scaling, z.dtype))
     out = _empty_output(z, p, down, index, transposed)
     down = linear_layout(down, transposed)

@@ -27,8 +27,8 @@ Q are cast to it in every forward and backward, and their gradients are computed
 from sums in fp32. No copy of them is kept: optimizers write to parameters without a new version.
 
 Kept between forward and backward are x, pre and the order of the assignments, as without adapters,
-and a and p, which are as narrow as the rank. Where a checkpoint with early stop keeps
-nothing behind out, it does not compute y again.
+and a and p, which are as narrow as the rank. Where a checkpoint with early stop keeps nothing
+behind out, it does not compute y again.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, arXiv:2106.09685."""
 
