@@ -65,16 +65,16 @@ KERNELS = tuple(
     )
 )
 
-# Modules of liger_kernel.ops, ours and the published ones, by the kind of their kernels in a
-# training step. An operation that is fused with a norm counts as norm.
+# Modules and packages of liger_kernel.ops, ours and the published ones, by the kind of their
+# kernels in a training step. An operation that is fused with a norm counts as norm.
 MODULES = {
-    "norm": "rows rms_norm fused_add_rms_norm layer_norm group_norm poly_norm modulated_rms_norm "
-    "norm_rope dyt",
-    "RoPE": "rope qwen2vl_mrope llama4_rope",
-    "GLU": "glu swiglu geglu relu_squared mlp",
-    "attention": "softmax sparsemax attn_res multi_token_attention fused_neighborhood_attention",
-    "cross entropy": "cross_entropy fused_linear_cross_entropy linear_cross_entropy "
-    "scaled_cross_entropy passes token_log_probs logits",
+    "norm": "norm norm_rope norm_rope_kernels rms_norm fused_add_rms_norm layer_norm group_norm "
+    "poly_norm modulated_rms_norm dyt",
+    "RoPE": "rotary rope qwen2vl_mrope llama4_rope",
+    "GLU": "mlp swiglu geglu relu_squared",
+    "attention": "attention softmax sparsemax attn_res multi_token_attention "
+    "fused_neighborhood_attention",
+    "cross entropy": "head cross_entropy fused_linear_cross_entropy",
 }
 KIND_OF_MODULE = {module: kind for kind, modules in MODULES.items() for module in modules.split()}
 # waits on the GPU, which some traces show beside its work
@@ -132,12 +132,14 @@ class Launches:
 
 
 def launcher_kind(module: str, frame) -> str | None:
-    """Return the kind of a module of liger_kernel.ops, or of the first one up the stack that has a
-    kind."""
+    """Return the kind of a module of liger_kernel.ops or of its package, or of the first one up the
+    stack that has a kind."""
     while True:
         package, _, name = module.rpartition(".")
-        if package.startswith("liger_kernel.ops") and name in KIND_OF_MODULE:
-            return KIND_OF_MODULE[name]
+        if package.startswith("liger_kernel.ops"):
+            kind = KIND_OF_MODULE.get(name) or KIND_OF_MODULE.get(package.rpartition(".")[2])
+            if kind is not None:
+                return kind
         if frame is None:
             return None
         module = frame.f_globals.get("__name__", "")

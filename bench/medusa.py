@@ -242,13 +242,22 @@ def work(
     described = runs.described()
     longest.cap_memory(dict(device=device, memory=card))
     training = Training(contestant, name, count, STAGES[stage], device)
-    if batch == 0:
+    is_largest = batch == 0
+    if is_largest:
         batch = largest_batch(partial(peak_of_step, training, sequence), 0.98 * card * 1e9)
-    data = text.batches(sequence, batch, warmup + timed).to(device)
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    losses, ms = train.clocked(training.step, data)
+    while True:
+        data = text.batches(sequence, batch, warmup + timed).to(device)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            losses, ms = train.clocked(training.step, data)
+            break
+        except Exception as error:  # one step went well, and a later one lacks memory
+            if not (is_largest and batch > 1 and processes.is_out_of_memory(error)):
+                raise
+        training.optimizer.zero_grad()
+        batch -= 1
     figures = train.speed(sequence, batch, ms[warmup:])
     figures["batch"] = batch
     figures["losses"] = losses

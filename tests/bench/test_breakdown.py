@@ -154,6 +154,8 @@ def test_the_operator_that_launched():
 
     user = stack("torch.autograd", "liger_kernel.ops.cross_entropy", "liger_kernel.ops.rms_norm")
     assert breakdown.launcher_kind("liger_kernel.ops.rms_norm", user) == "norm"
+    assert breakdown.launcher_kind("liger_kernel.ops.mlp.pointwise", user) == "GLU"
+    assert breakdown.launcher_kind("liger_kernel.ops.probability.rows", user) == "cross entropy"
     assert breakdown.launcher_kind("liger_kernel.core.reduce", user) == "cross entropy"
     assert breakdown.launcher_kind("elsewhere.rms_norm", stack("elsewhere.glu")) is None
 
@@ -200,6 +202,7 @@ def test_launches_of_the_operators():
         "fused_add_rms_norm": "norm",
         "swiglu": "GLU",
         "geglu": "GLU",
+        "glu_linear": "GLU",
         "rope": "RoPE",
         "cross_entropy": "cross entropy",
         "fused_linear_cross_entropy": "cross entropy",
