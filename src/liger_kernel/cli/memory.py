@@ -285,18 +285,14 @@ class StepRun:
         for part_name, nbytes in step.persistent_bytes.items():
             ledger.add(part_name, nbytes)
         ledger.add("workspace", WORKSPACE)
-        accumulates_in_place = step.accumulates and not self.sharding.sums
         if step.accumulates:
             ledger.add(
                 "gradients", sum(map(self.sharding.share_of_gradient, self.trained_parameters))
             )
         hooks = []
         for p in self.trained_parameters:
-            if accumulates_in_place:
-                p.grad = torch.empty_like(p)
-            else:
-                p.grad = None
-                hooks.append(p.register_post_accumulate_grad_hook(self._on_gradient))
+            p.grad = None
+            hooks.append(p.register_post_accumulate_grad_hook(self._on_gradient))
         ids = torch.empty(batch, sequence, dtype=torch.long, device="meta")
         try:
             with meta.as_on_a_gpu(ledger.on_read), self._counted_checkpoints(), ledger:
@@ -322,6 +318,9 @@ class StepRun:
     def _on_gradient(self, p):
         sharding, ledger = self.sharding, self.ledger
         if p.grad is None:  # no gradient reached it
+            return
+        if self.step.accumulates and not sharding.sums:
+            p.grad = None  # it is added to the one that was there
             return
         ledger.assign_to_part("communication" if sharding.sums else "gradients", p.grad)
         if sharding.sums == "in buckets":  # the buckets are in Step.persistent_bytes
