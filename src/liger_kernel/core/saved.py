@@ -58,8 +58,12 @@ class _Save(torch.autograd.Function):
     """Saves tensors. What it returns is in no graph, so it has no backward."""
 
     @staticmethod
-    def forward(ctx, leaf, tensors):
-        ctx.save_for_backward(*tensors)
+    def forward(ctx, leaf, tensors, skip_parameters):
+        if skip_parameters:
+            save_for_backward(ctx, *tensors)
+        else:
+            ctx.parameters = [None] * len(tensors)
+            ctx.save_for_backward(*tensors)
         return leaf.view_as(leaf)
 
 
@@ -76,7 +80,7 @@ class _SavingNode:
 
     @property
     def saved_tensors(self):
-        tensors = self.output.grad_fn.saved_tensors  # raises if a recomputation fails
+        tensors = saved_tensors(self.output.grad_fn)  # raises if a recomputation fails
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.outputs.clear()
         return tensors
@@ -86,20 +90,21 @@ class _SavingNode:
         return self.output.grad_fn._raw_saved_tensors
 
 
-def save_early(ctx, *tensors) -> None:
+def save_early(ctx, *tensors, skip_parameters=False) -> None:
     """Save tensors for ``saving_node(ctx).saved_tensors``, within a checkpoint at once.
 
     Autograd saves what a Function's forward has named when forward is over, so a checkpoint with
     early stop, which ends when everything is saved, would compute all of forward again. Call this
     before what backward does not need, such as the last product of an MLP. Within a checkpoint a
-    node outside the graph saves the tensors. Compiled autograd does not see that node: where it is
-    on, all is saved as elsewhere.
+    node outside the graph saves the tensors; trainable parameters pass none of its hooks if
+    ``skip_parameters``. Compiled autograd does not see that node: where it is on, all is saved as
+    elsewhere.
     """
     ctx.save_outputs = None
     if in_checkpoint() and not _in_compiled_autograd():
         with torch.enable_grad():
             leaf = torch.empty(0, requires_grad=True)
-            ctx.save_outputs = [_Save.apply(leaf, tensors)]
+            ctx.save_outputs = [_Save.apply(leaf, tensors, skip_parameters)]
     else:
         ctx.save_for_backward(*tensors)
 

@@ -131,9 +131,10 @@ def test_a_checkpoint_that_keeps_products(targets):
     assert same(flops_and_gradients(selective, mlp, x)[1], flops_and_gradients(run, mlp, x)[1])
 
 
+@pytest.mark.parametrize("ranks", [(3,), (3, 5)], ids=str)
 @pytest.mark.parametrize("order", ["A, then the rest", "B alone", "x alone"])
-def test_some_gradients_alone_in_a_checkpoint(order):
-    mlp = peft_mlp()
+def test_some_gradients_alone_in_a_checkpoint(order, ranks):
+    mlp = peft_mlp(ranks=ranks)
     x = randn(ROWS, HIDDEN_SIZE)
     _, expected = flops_and_gradients(lambda x: our_mlp(mlp, x), mlp, x)
     tensors = [x, *trainable(mlp)]

@@ -14,23 +14,18 @@ compute all of dB_g, dB_u and dA, so that no h is written. What is left is
 
     dt_g = da·B_g,   dt_u = db·B_u
 
-Nothing in backward needs out. So a checkpoint (``use_reentrant=False``) need not recompute the
-product h·Wᵀ: it stops once it has recomputed the last tensor that was saved. But what a node saves
-is only handed over when its forward has run. Hence three nodes, of which that with the product
-saves nothing:
-
-    _GatedProduct    a, b, A -> h, t       saves a, b and A; for sums _GatedProductOfSums
-    _Save            h, t -> h, t          saves t, W and B
-    _OutputLayer     h, t -> out           gets them from _Save
-
-They are saved by a node of its own, because a checkpoint lets each node read what it saved only
-once, and _GatedProduct does so itself.
+Nothing in backward needs out. So a checkpoint (``use_reentrant=False``) does not compute the
+product h·Wᵀ again: see `save_early`.
 
 Sources: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202; Hu et al., LoRA,
 arXiv:2106.09685.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -45,14 +40,12 @@ from liger_kernel.core.op import (
     flatten_to_2d,
 )
 from liger_kernel.core.overwrite import may_overwrite
-from liger_kernel.core.saved import save_for_backward, saved_tensors
+from liger_kernel.core.saved import save_early, saving_node
 from liger_kernel.ops.linear.frozen_layers import (
     Adapter,
     add_low_rank,
     dense_weight,
     linear_reference,
-    low_rank_gradients,
-    low_rank_product_reference,
     low_rank_products,
     product_in,
 )
@@ -88,154 +81,133 @@ def _sums(a, b, low_rank):
     return sums or (a, b)
 
 
-class _GatedProduct(Function):
-    """h as (M, F), and its product t (M, r) with each A. ``scalings``: those of the adapters."""
+class _Options(NamedTuple):
+    """What `_GatedDown` gets besides tensors.
+
+    Attributes:
+        act, dequantize: as those of `gated_down`.
+        scalings: those of the adapters.
+        num_low_rank: how many of the tensors are the low_rank of `gated_down`, 4 or 0.
+    """
+
+    act: str
+    dequantize: Callable | None
+    scalings: list[float]
+    num_low_rank: int
+
+    def split(self, tensors):
+        """Return low_rank, the A, the B and the biases of all adapters, and what comes after them.
+
+        ``tensors``: those of `_GatedDown`, or a value for each, and more.
+        """
+        ends = [self.num_low_rank + i * len(self.scalings) for i in range(4)]
+        return [tensors[slice(*bounds)] for bounds in zip([0, *ends], [*ends, None], strict=True)]
+
+
+class _GatedDown(Function):
+    """`gated_down` by kernels. ``tensors``: low_rank, all A, all B and all biases of adapters."""
 
     @staticmethod
-    def reference(a, b, act, scalings, *matrices):
-        h = flatten_to_2d(_glu_reference(a, b, act))
-        pairs = zip(matrices, scalings, strict=True)
-        return h, *(low_rank_product_reference(h, a, s) for a, s in pairs)
+    def reference(a, b, weight, bias, options, *tensors):
+        low_rank, lora_a, lora_b, lora_bias, _ = options.split(tensors)
+        adapters = map(Adapter, lora_a, lora_b, options.scalings, lora_bias)
+        weight = dense_weight(weight, options.dequantize)
+        return gated_down_reference(a, b, options.act, weight, bias, adapters, low_rank)
 
     @staticmethod
-    def forward(ctx, a, b, act, scalings, *matrices):
-        save_for_backward(ctx, a, b, *matrices)
-        ctx.options = act, scalings
-        h = flatten_to_2d(glu_fwd(a, b, act))
-        if not matrices:
-            return (h,)
-        products, _ = low_rank_products(h, matrices, scalings)
-        return h, *products
-
-    @staticmethod
-    def arguments(ctx):
-        a, b, *matrices = saved_tensors(ctx)
-        return a, b, *ctx.options, *matrices
-
-    @classmethod
-    def differentiable_backward(cls, ctx, dh, *d_products):
-        with devices.without_autocast(dh):
-            return super().differentiable_backward(ctx, dh, *d_products)
-
-    @staticmethod
-    def backward(ctx, dh, *d_products):
-        a, b, *matrices = saved_tensors(ctx)
-        act, scalings = ctx.options
-        need_da, need_db, _, _, *needs = ctx.needs_input_grad
-        over_a = need_da and a.is_contiguous() and may_overwrite(ctx, a)
-        over_b = need_db and b.is_contiguous() and may_overwrite(ctx, b)
-        with devices.without_autocast(dh):
-            u = [dt * scaling for dt, scaling in zip(d_products, scalings, strict=True)]
-            for u_i, matrix in zip(u, matrices, strict=True):
-                # `_OutputLayer` made dh for this node
-                dh.addmm_(u_i, cast_if_needed(matrix, dh.dtype))
-            h = dh if any(needs) else None
-            da, db = glu_bwd_over(dh, a, b, need_da, need_db, over_a, over_b, act, y=h)
-            d_matrices = [
-                product_in(matrix.dtype, u_i.t(), h) if need else None
-                for u_i, matrix, need in zip(u, matrices, needs, strict=True)
-            ]
-        return da, db, None, None, *d_matrices
-
-
-class _GatedProductOfSums(Function):
-    """As `_GatedProduct` with one adapter, where t_g·B_gᵀ is to be added to a, and t_u·B_uᵀ to b.
-
-    ``matrix`` and ``scaling`` are those of the adapter."""
-
-    @staticmethod
-    def reference(a, b, t_g, b_g, t_u, b_u, matrix, act, scaling):
-        a, b = _sums(a, b, (t_g, b_g, t_u, b_u))
-        return _GatedProduct.reference(a, b, act, (scaling,), matrix)
-
-    @staticmethod
-    def forward(ctx, a, b, t_g, b_g, t_u, b_u, matrix, act, scaling):
-        save_for_backward(ctx, a, b, t_g, b_g, t_u, b_u, matrix)
-        ctx.options = act, scaling
-        h = glu_low_rank_fwd(*map(flatten_rows, (a, b, t_g, b_g, t_u, b_u)), act)
-        products, _ = low_rank_products(h, (matrix,), (scaling,))
-        return h, *products
-
-    @staticmethod
-    def arguments(ctx):
-        return *saved_tensors(ctx), *ctx.options
-
-    @classmethod
-    def differentiable_backward(cls, ctx, dh, dt):
-        with devices.without_autocast(dh):
-            return super().differentiable_backward(ctx, dh, dt)
-
-    @staticmethod
-    def backward(ctx, dh, dt):
-        a, b, t_g, b_g, t_u, b_u, matrix = saved_tensors(ctx)
-        act, scaling = ctx.options
-        need_da, need_db, *needs, _, _ = ctx.needs_input_grad
-        over_a = need_da and a.is_contiguous() and may_overwrite(ctx, a)
-        over_b = need_db and b.is_contiguous() and may_overwrite(ctx, b)
-        da = a.detach() if over_a else a.new_empty(a.shape)
-        db = b.detach() if over_b else b.new_empty(b.shape)
-        inputs = map(flatten_rows, (dh, a, b, t_g, b_g, t_u, b_u, dt, matrix))
-        rows_da, rows_db = flatten_to_2d(da), flatten_to_2d(db)
-        d_b_g, d_b_u, d_matrix = glu_low_rank_bwd(*inputs, rows_da, rows_db, scaling, act)
-        torch.autograd.graph.increment_version(
-            [t for t, over in ((a, over_a), (b, over_b)) if over]
-        )
-        dt_g = dt_u = None
-        with devices.without_autocast(dh):
-            if needs[0]:
-                dt_g = rows_da @ cast_if_needed(b_g, da.dtype)
-            if needs[2]:
-                dt_u = rows_db @ cast_if_needed(b_u, db.dtype)
-        grads = dt_g, d_b_g, dt_u, d_b_u, d_matrix
-        grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-        return da if need_da else None, db if need_db else None, *grads, None, None
-
-
-class _Save(torch.autograd.Function):
-    """h and the products t. Saves t for `_OutputLayer`, and its weight and B."""
-
-    @staticmethod
-    def forward(ctx, h, weight, matrices, *products):
-        save_for_backward(ctx, weight, *products, *matrices)
-        return tuple(tensor.view_as(tensor) for tensor in (h, *products))
-
-    @staticmethod
-    def backward(ctx, dh, *d_products):
-        return dh, None, None, *d_products
-
-
-class _OutputLayer(torch.autograd.Function):
-    """``h·weightᵀ + bias``, to which ``t·bᵀ + bias`` of each adapter is added.
-
-    ``save_node``: that of `_Save`. ``shape``: that of the output, but for its columns.
-    ``low_rank``: t, b and bias of each adapter."""
-
-    @staticmethod
-    def forward(ctx, h, weight, bias, dequantize, save_node, shape, *low_rank):
-        ctx.dequantize, ctx.save_node = dequantize, save_node
-        out = F.linear(h, dense_weight(weight, dequantize), bias)
-        out = add_low_rank(out, low_rank)
+    def forward(ctx, a, b, weight, bias, options, *tensors):
+        low_rank, lora_a, lora_b, lora_bias, _ = options.split(tensors)
+        if low_rank:
+            h = glu_low_rank_fwd(*map(flatten_rows, (a, b, *low_rank)), options.act)
+        else:
+            h = flatten_to_2d(glu_fwd(a, b, options.act))
+        products = low_rank_products(h, lora_a, options.scalings)[0] if lora_a else []
+        save_early(ctx, a, b, weight, bias, *tensors, *products, skip_parameters=True)
+        ctx.options = options
+        out = F.linear(h, dense_weight(weight, options.dequantize), bias)
+        terms = zip(products, lora_b, lora_bias, strict=True)
+        out = add_low_rank(out, list(itertools.chain(*terms)))
         # a view, to which autograd would not let the caller write
-        return torch.ops.aten._unsafe_view(out, (*shape, out.shape[1]))
+        return torch.ops.aten._unsafe_view(out, (*a.shape[:-1], out.shape[1]))
+
+    @staticmethod
+    def arguments(ctx):
+        a, b, weight, bias, *tensors = saving_node(ctx).saved_tensors
+        *groups, _ = ctx.options.split(tensors)
+        return a, b, weight, bias, ctx.options, *itertools.chain(*groups)
+
+    @classmethod
+    def differentiable_backward(cls, ctx, dout):
+        with devices.without_autocast(dout):
+            return super().differentiable_backward(ctx, dout)
 
     @staticmethod
     def backward(ctx, dout):
         # Within a checkpoint this recomputes the layer, beside which dh should not be in memory.
-        weight, *saved = saved_tensors(ctx.save_node)
-        products, matrices = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        need_bias, needs = ctx.needs_input_grad[2], ctx.needs_input_grad[6:]
+        node = saving_node(ctx)
+        a, b, weight, _, *tensors = node.saved_tensors
+        act, dequantize, scalings, _ = ctx.options
+        need_da, need_db, _, need_dbias, _, *needs = ctx.needs_input_grad
+        over_a = need_da and a.is_contiguous() and may_overwrite(node, a)
+        over_b = need_db and b.is_contiguous() and may_overwrite(node, b)
+        low_rank, lora_a, lora_b, _, products = ctx.options.split(tensors)
+        need_low_rank, need_lora_a, need_lora_b, need_lora_bias, _ = ctx.options.split(needs)
+        need_h = any((need_da, need_db, *need_low_rank, *need_lora_a))
+        da = db = None
+        d_low_rank, d_lora_a = [None] * len(low_rank), [None] * len(lora_a)
+        d_lora_b, d_lora_bias = [], []
         dout = flatten_to_2d(dout)
         with devices.without_autocast(dout):
-            dh = dout @ dense_weight(weight, ctx.dequantize)
-            d_bias = dout.sum(0) if need_bias else None
-            low_rank = []
-            for t, b in zip(products, matrices, strict=True):
-                low_rank += t, b, b
-            d_low_rank = low_rank_gradients(dout, low_rank, needs)
-        return dh, None, d_bias, None, None, None, *d_low_rank
+            dbias = dout.sum(0) if need_dbias else None
+            for t, matrix, need_matrix, need_bias in zip(
+                products, lora_b, need_lora_b, need_lora_bias, strict=True
+            ):
+                d_lora_b.append(product_in(matrix.dtype, dout.t(), t) if need_matrix else None)
+                d_lora_bias.append(dout.sum(0, dtype=matrix.dtype) if need_bias else None)
+            if need_h:
+                dt = [dout @ cast_if_needed(matrix, dout.dtype) for matrix in lora_b]
+                dh = dout @ dense_weight(weight, dequantize)
+            if need_h and low_rank:
+                over = over_a, over_b
+                needs_dt = need_low_rank[::2]
+                da, db, d_low_rank, *d_lora_a = _gradients_of_sums(
+                    dh, a, b, low_rank, *dt, *lora_a, *scalings, act, *over, *needs_dt
+                )
+            elif need_h:
+                u = [dt_i * scaling for dt_i, scaling in zip(dt, scalings, strict=True)]
+                for u_i, matrix in zip(u, lora_a, strict=True):
+                    dh.addmm_(u_i, cast_if_needed(matrix, dh.dtype))
+                h = dh if any(need_lora_a) else None
+                da, db = glu_bwd_over(dh, a, b, need_da, need_db, over_a, over_b, act, y=h)
+                for i, (u_i, matrix) in enumerate(zip(u, lora_a, strict=True)):
+                    if need_lora_a[i]:
+                        d_lora_a[i] = product_in(matrix.dtype, u_i.t(), h)
+        grads = *d_low_rank, *d_lora_a, *d_lora_b, *d_lora_bias
+        grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+        return da if need_da else None, db if need_db else None, None, dbias, None, *grads
 
 
-def _can_use_nodes(a, b, weight, bias, adapters, dequantize, low_rank):
+def _gradients_of_sums(
+    dh, a, b, low_rank, dt, lora_a, scaling, act, over_a, over_b, need_dt_g, need_dt_u
+):
+    """Return da, db, the gradients of ``low_rank``, and dA of the one adapter.
+
+    dh is that of h·Wᵀ alone, and dt that of ``h·Aᵀ`` by the scaling. da is written over a if
+    ``over_a``, db over b if ``over_b``.
+    """
+    da = a.detach() if over_a else a.new_empty(a.shape)
+    db = b.detach() if over_b else b.new_empty(b.shape)
+    inputs = map(flatten_rows, (dh, a, b, *low_rank, dt, lora_a))
+    rows_da, rows_db = flatten_to_2d(da), flatten_to_2d(db)
+    d_b_g, d_b_u, d_lora_a = glu_low_rank_bwd(*inputs, rows_da, rows_db, scaling, act)
+    torch.autograd.graph.increment_version([t for t, over in ((a, over_a), (b, over_b)) if over])
+    _, b_g, _, b_u = low_rank
+    dt_g = rows_da @ cast_if_needed(b_g, da.dtype) if need_dt_g else None
+    dt_u = rows_db @ cast_if_needed(b_u, db.dtype) if need_dt_u else None
+    return da, db, (dt_g, d_b_g, dt_u, d_b_u), d_lora_a
+
+
+def _can_use_kernels(a, b, weight, bias, adapters, dequantize, low_rank):
     """Return True if the kernels run, a, b or what is added to them needs a gradient and the weight
     does not, and all are plain tensors of the dtypes that `gated_down` asks for."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -297,33 +269,28 @@ def gated_down(a, b, act, weight, bias=None, adapters=(), dequantize=None, low_r
 
     Sources: arXiv:2002.05202, arXiv:2106.09685.
     """
-    if not _can_use_nodes(a, b, weight, bias, adapters, dequantize, low_rank):
+    if not _can_use_kernels(a, b, weight, bias, adapters, dequantize, low_rank):
         a, b = _sums(a, b, low_rank)
         return _one_by_one(a, b, act, weight, bias, adapters, dequantize)
-    shape = a.shape[:-1]
-    scalings = [float(adapter.scaling) for adapter in adapters]
-    matrices = [adapter.a for adapter in adapters]
-    if _kernels_add(a, low_rank, matrices):
-        h, *products = _GatedProductOfSums.apply(a, b, *low_rank, *matrices, act, *scalings)
-    else:
+    if not _kernels_add(a, low_rank, adapters):
         a, b = _sums(a, b, low_rank)
-        h, *products = _GatedProduct.apply(a, b, act, scalings, *matrices)
-    h, *products = _Save.apply(h, weight, [adapter.b for adapter in adapters], *products)
-    terms = []
-    for t, adapter in zip(products, adapters, strict=True):
-        terms += t, adapter.b, adapter.bias
-    return _OutputLayer.apply(h, weight, bias, dequantize, h.grad_fn, shape, *terms)
+        low_rank = ()
+    scalings = [float(adapter.scaling) for adapter in adapters]
+    matrices = [*(adapter.a for adapter in adapters), *(adapter.b for adapter in adapters)]
+    biases = [adapter.bias for adapter in adapters]
+    options = _Options(act, dequantize, scalings, len(low_rank))
+    return _GatedDown.apply(a, b, weight, bias, options, *low_rank, *matrices, *biases)
 
 
-def _kernels_add(a, low_rank, matrices):
-    """Return True if `_GatedProductOfSums` can be used. ``matrices``: A of each adapter."""
-    if not low_rank or len(matrices) != 1 or not a.numel():
+def _kernels_add(a, low_rank, adapters):
+    """Return True if the kernels add the products of ``low_rank`` to a and b."""
+    if not low_rank or len(adapters) != 1 or not a.numel():
         return False
     rows, columns = a.numel() // a.shape[-1], a.shape[-1]
     for t, matrix in zip(low_rank[::2], low_rank[1::2], strict=True):
         if matrix.shape[0] != columns or t.shape != (rows, matrix.shape[1]):
             return False  # PyTorch raises
-    return kernels_fit(a.dtype, low_rank[1], low_rank[3], matrices[0])
+    return kernels_fit(a.dtype, low_rank[1], low_rank[3], adapters[0].a)
 
 
 def _one_by_one(a, b, act, weight, bias, adapters, dequantize):

@@ -36,6 +36,7 @@ from liger_kernel.core import check, devices
 from liger_kernel.core.forward_state import ForwardState
 from liger_kernel.core.op import Function, flatten_to_2d, in_func_transform
 from liger_kernel.core.recompute import get_recompute
+from liger_kernel.core.saved import save_early, saving_node
 from liger_kernel.core.tile import cdiv
 from liger_kernel.ops.mlp.modules import LigerGEGLUMLP, LigerSwiGLUMLP
 from liger_kernel.ops.mlp.tile_gradients import (
@@ -154,23 +155,6 @@ def _snapshot_state(x, mlp_module):
     return restore
 
 
-class _SaveInput(torch.autograd.Function):
-    """A node before the tiles' own that saves x, or the tensors to recompute it from.
-
-    A checkpoint that unpacks these does not run the tiles again: the tiles' node saves nothing.
-    """
-
-    @staticmethod
-    def forward(ctx, x, recompute):
-        ctx.save_for_backward(*((x,) if recompute is None else recompute.tensors))
-        ctx.recompute = recompute and recompute.without_tensors()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dx):
-        return dx, None
-
-
 class LigerTiledMLPFunction(Function):
     """``apply(fn, mlp_module, x, shards, compute_params=None) -> y``
 
@@ -193,21 +177,16 @@ class LigerTiledMLPFunction(Function):
         need_dx = torch.is_grad_enabled() and x.requires_grad
         if not tensors and not need_dx:
             return _run_tiles(functools.partial(_run_tile, fn, mlp_module), x, shards)
-        if need_dx:
-            x = _SaveInput.apply(x, get_recompute(x))
         return super(torch.autograd.Function, cls).apply(
             fn, mlp_module, x, shards, compute_params, places, *tensors
         )
 
     @staticmethod
     def forward(ctx, fn, mlp_module, x, shards, compute_params, places, *tensors):
-        ctx.input_node = x.grad_fn
-        if type(ctx.input_node) is _SaveInput._backward_cls:
-            ctx.recompute = ctx.input_node.recompute
-        else:
-            ctx.input_node = ctx
-            ctx.recompute = None
-            ctx.save_for_backward(x)
+        need_dx = ctx.needs_input_grad[2]  # a tile has requires_grad as x has
+        recompute = get_recompute(x) if need_dx else None
+        save_early(ctx, *((x,) if recompute is None else recompute.tensors))
+        ctx.recompute = recompute and recompute.without_tensors()
         ctx.run = functools.partial(_run_tile, fn, mlp_module)
         ctx.shards = shards
         ctx.restore_state = _snapshot_state(x, mlp_module)
@@ -215,7 +194,6 @@ class LigerTiledMLPFunction(Function):
         ctx.forward_tensors = [ForwardTensor(t) for t in tensors]
         ctx.frozen = FrozenParameters(mlp_module)
         version = x._version
-        need_dx = ctx.needs_input_grad[2]  # a tile has requires_grad as x has
 
         def run(tile):
             return ctx.run(tile.detach().requires_grad_(need_dx))
@@ -234,7 +212,7 @@ class LigerTiledMLPFunction(Function):
 
     @classmethod
     def differentiable_backward(cls, ctx, dy):
-        x, *recompute_tensors = ctx.input_node.saved_tensors
+        x, *recompute_tensors = saving_node(ctx).saved_tensors
         x = ctx.recompute(x, *recompute_tensors) if ctx.recompute else x
         tensors = current_tensors(ctx.places, ctx.forward_tensors)
         ctx.frozen.check()
@@ -259,7 +237,7 @@ class LigerTiledMLPFunction(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        x, *recompute_tensors = ctx.input_node.saved_tensors
+        x, *recompute_tensors = saving_node(ctx).saved_tensors
         tensors = current_tensors(ctx.places, ctx.forward_tensors)
         ctx.frozen.check()
         need_dx = ctx.needs_input_grad[2]

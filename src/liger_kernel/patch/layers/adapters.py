@@ -230,8 +230,8 @@ def _must_be_called(layer) -> bool:
 
 
 def _uses_compiled_autograd() -> bool:
-    """Return True if torch.compile runs the backward of eager code, too. It cannot start the
-    recomputation of a checkpoint as `lora_mlp` does."""
+    """Return True if torch.compile runs the backward of eager code, too. It cannot trace that of
+    `lora_mlp`."""
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and dynamo.config.compiled_autograd
 
