@@ -300,6 +300,22 @@ def no_more(self, input_ids, labels=None):
     return HF(self, input_ids, labels=labels)
 
 
+@pytest.mark.parametrize(
+    "num_items", [5, torch.tensor(5), torch.tensor([5]), torch.tensor([[5]])], ids=repr
+)
+def test_the_loss_has_the_shape_of_the_number_of_items(num_items):
+    """As Hugging Face's, which divides by it. On several GPUs DataParallel gives (1, 1)."""
+    reference, patched = pair_with_forward(HF)
+    losses = [
+        model(**tiny.batch(), num_items_in_batch=num_items).loss for model in (reference, patched)
+    ]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)  # the shape, too
+    for loss in losses:
+        loss.backward()
+    for g, w in zip(patched.parameters(), reference.parameters(), strict=True):
+        assert (g.grad - w.grad).abs().max() <= 2e-5 * w.grad.abs().max()
+
+
 # ---- return_dict ----
 
 

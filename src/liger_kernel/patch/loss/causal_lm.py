@@ -77,8 +77,10 @@ def fixed_fused_linear_cross_entropy(
     options = {
         name: value for name, value in kwargs.items() if name in LOSS_OPTIONS or name == "bias"
     }
-    # frameworks put their own function there, which may not take num_items
-    if functional.liger_fused_linear_cross_entropy is FUSED_OPERATOR:
+    # frameworks put their own function there, which may not take num_items; divided by a tensor of
+    # one dimension the loss has one, too, as Hugging Face's
+    has_shape = isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch.dim() > 0
+    if functional.liger_fused_linear_cross_entropy is FUSED_OPERATOR and not has_shape:
         options["num_items"] = num_items_in_batch
         num_items_in_batch = None
     result = functional.liger_fused_linear_cross_entropy(
@@ -144,7 +146,7 @@ def LigerForCausalLMLoss(
             use_token_scaling, ...). Others are not used.
 
     Returns:
-        The loss, 0-d fp32, or `CrossEntropyOutput`.
+        The loss in fp32, 0-d or of the shape of ``num_items_in_batch``, or `CrossEntropyOutput`.
     """
     if shift_labels is None:
         shift_labels = next_token_labels(labels, ignore_index)
@@ -186,7 +188,8 @@ def liger_causal_lm_loss(
         **kwargs: not used.
 
     Returns:
-        The loss, 0-d fp32, or `CrossEntropyOutput` if a metric is asked for.
+        The loss in fp32, 0-d or of the shape of ``num_items_in_batch``; `CrossEntropyOutput` if a
+        metric is asked for.
     """
     if shift_labels is None:
         shift_labels = next_token_labels(labels, ignore_index)

@@ -119,6 +119,7 @@ class _PlaceholderOfLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, loss, shape):
+        ctx.loss_shape = loss.shape
         nan = loss.new_full((), float("nan"))
         storage = nan.untyped_storage()
         return T._make_subclass(
@@ -133,7 +134,7 @@ class _PlaceholderOfLoss(torch.autograd.Function):
                 "liger-kernel: a gradient of the logits reached what stands for them in a patched "
                 "model's training step; call the model with skip_logits=False"
             )
-        return grad_output[(0,) * grad_output.dim()], None
+        return grad_output[(0,) * grad_output.dim()].view(ctx.loss_shape), None
 
 
 class _LossOfPlaceholder(torch.autograd.Function):
