@@ -224,6 +224,32 @@ def largest_batch(peak: Callable[[int], int | None], nbytes: float) -> int:
     return batch
 
 
+def run_steps(
+    training: Training, sequence: int, batch: int, count: int, device: str
+) -> tuple[list[float], list[float]]:
+    """Do so many steps. Returns losses, and milliseconds of each step."""
+    data = text.batches(sequence, batch, count).to(device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return train.clocked(training.step, data)
+
+
+def run_steps_that_fit(
+    training: Training, sequence: int, batch: int, count: int, device: str
+) -> tuple[int, list[float], list[float]]:
+    """As `run_steps`, with a smaller batch where memory runs out: a step that went well says little
+    of the next. Returns the batch, too."""
+    while True:
+        try:
+            return batch, *run_steps(training, sequence, batch, count, device)
+        except Exception as error:
+            if batch == 1 or not processes.is_out_of_memory(error):
+                raise
+        training.optimizer.zero_grad()
+        batch -= 1
+
+
 def work(
     contestant: str,
     name: str,
@@ -242,22 +268,11 @@ def work(
     described = runs.described()
     longest.cap_memory(dict(device=device, memory=card))
     training = Training(contestant, name, count, STAGES[stage], device)
-    is_largest = batch == 0
-    if is_largest:
+    if batch:
+        losses, ms = run_steps(training, sequence, batch, warmup + timed, device)
+    else:
         batch = largest_batch(partial(peak_of_step, training, sequence), 0.98 * card * 1e9)
-    while True:
-        data = text.batches(sequence, batch, warmup + timed).to(device)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            losses, ms = train.clocked(training.step, data)
-            break
-        except Exception as error:  # one step went well, and a later one lacks memory
-            if not (is_largest and batch > 1 and processes.is_out_of_memory(error)):
-                raise
-        training.optimizer.zero_grad()
-        batch -= 1
+        batch, losses, ms = run_steps_that_fit(training, sequence, batch, warmup + timed, device)
     figures = train.speed(sequence, batch, ms[warmup:])
     figures["batch"] = batch
     figures["losses"] = losses

@@ -1,6 +1,8 @@
 """`bench.medusa` on a small model, on the host: contestants that compute the same, figures, the
 table."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -61,6 +63,26 @@ def test_the_largest_batch(largest):
     assert len(tried) < 9
     with pytest.raises(torch.OutOfMemoryError):
         medusa.largest_batch(lambda batch: None, 1000)
+
+
+@pytest.mark.parametrize("fits", [1, 3, 5, 0])
+def test_a_later_step_lacks_memory(fits):
+    steps = []
+
+    def step(ids):
+        steps.append(len(ids))
+        if len(ids) > fits and len(steps) > 1:
+            raise torch.OutOfMemoryError
+        return ids.sum().float()
+
+    optimizer = SimpleNamespace(zero_grad=lambda: None)
+    arguments = SimpleNamespace(step=step, optimizer=optimizer), 8, 5, 3, "cpu"
+    if not fits:
+        with pytest.raises(torch.OutOfMemoryError):
+            medusa.run_steps_that_fit(*arguments)
+        return
+    batch, losses, ms = medusa.run_steps_that_fit(*arguments)
+    assert batch == fits and len(losses) == len(ms) == 3 and steps[-3:] == 3 * [fits]
 
 
 def test_the_table():
