@@ -101,7 +101,7 @@ def save_early(ctx, *tensors, skip_parameters=False) -> None:
     elsewhere.
     """
     ctx.save_outputs = None
-    if in_checkpoint() and not _in_compiled_autograd():
+    if in_checkpoint() and not uses_compiled_autograd():
         with torch.enable_grad():
             leaf = torch.empty(0, requires_grad=True)
             ctx.save_outputs = [_Save.apply(leaf, tensors, skip_parameters)]
@@ -131,7 +131,8 @@ def saving_node(ctx):
     return _SavingNode(ctx.save_outputs)
 
 
-def _in_compiled_autograd() -> bool:
+def uses_compiled_autograd() -> bool:
+    """Return True if torch.compile runs the backward of eager code, too."""
     config = sys.modules.get("torch._dynamo.config")
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     return getattr(config, "compiled_autograd", False) or getattr(

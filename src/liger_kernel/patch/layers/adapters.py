@@ -24,7 +24,6 @@ returns."""
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from dataclasses import dataclass
 
@@ -32,6 +31,7 @@ import torch
 
 from liger_kernel.core import devices
 from liger_kernel.core.op import cast_if_needed
+from liger_kernel.core.saved import uses_compiled_autograd
 from liger_kernel.ops.linear.frozen_layers import (
     add_adapters_to,
     frozen_layers,
@@ -188,7 +188,7 @@ def gated_mlp_with_adapters(x, gate, up, down, act) -> torch.Tensor | None:
     if gate_call is None or up_call is None:
         return None
     down_call = _read_projection(down, x, kind, gate.out_features)
-    if _uses_compiled_autograd():
+    if uses_compiled_autograd():  # which cannot trace the backward of `lora_mlp`
         return None
     if down_call is None or any(adapter.dropout for adapter in down_call.adapters):
         return None
@@ -227,13 +227,6 @@ def _must_be_called(layer) -> bool:
         return True
     proved_class, _ = members["_liger"]
     return proved_class.forward is not members["_liger_read"][0]
-
-
-def _uses_compiled_autograd() -> bool:
-    """Return True if torch.compile runs the backward of eager code, too. It cannot trace that of
-    `lora_mlp`."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and dynamo.config.compiled_autograd
 
 
 # ---- recognising it ----
