@@ -62,7 +62,7 @@ class _Save(torch.autograd.Function):
         if skip_parameters:
             save_for_backward(ctx, *tensors)
         else:
-            ctx.parameters = [None] * len(tensors)
+            ctx.parameters = [None] * len(tensors)  # none is left out
             ctx.save_for_backward(*tensors)
         return leaf.view_as(leaf)
 
@@ -96,9 +96,8 @@ def save_early(ctx, *tensors, skip_parameters=False) -> None:
     Autograd saves what a Function's forward has named when forward is over, so a checkpoint with
     early stop, which ends when everything is saved, would compute all of forward again. Call this
     before what backward does not need, such as the last product of an MLP. Within a checkpoint a
-    node outside the graph saves the tensors; trainable parameters pass none of its hooks if
-    ``skip_parameters``. Compiled autograd does not see that node: where it is on, all is saved as
-    elsewhere.
+    node outside the graph saves the tensors, with ``skip_parameters`` as `save_for_backward` does.
+    Compiled autograd does not see that node: where it is on, all is saved as elsewhere.
     """
     ctx.save_outputs = None
     if in_checkpoint() and not uses_compiled_autograd():

@@ -268,6 +268,20 @@ def test_a_changed_weight_is_noticed(name, create_graph):
         torch.autograd.grad(out.sum(), inputs["a"], create_graph=create_graph)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_biases_that_are_written_to(create_graph):
+    """No gradient depends on them, so nothing is wrong: PyTorch's own layers allow it."""
+    inputs = make_inputs()
+    inputs["adapters"] = [make_adapter(INTERMEDIATE_SIZE, HIDDEN_SIZE, bias=True)]
+    expected = output_and_gradients(gated_down, inputs)
+    out = forward(gated_down, inputs)
+    with torch.no_grad():
+        inputs["bias"].add_(1)
+        inputs["adapters"][0].bias.add_(1)
+    grads = torch.autograd.grad(out, leaves(inputs), grad_output(out), create_graph=create_graph)
+    assert_close(grads, expected[1:])
+
+
 def test_a_quantised_weight():
     """It is dequantised for each product, and its values are not saved."""
     inputs = make_inputs()
@@ -284,7 +298,7 @@ def test_a_quantised_weight():
     saved, _ = saved_tensors(inputs | options)
     assert same(output_and_gradients(gated_down, inputs | options), expected)
     assert len(calls) == 3 and all(weight is quantised for weight in calls)
-    assert len(saved) == 7  # a, b, the quantised weight, the bias, A, B and t
+    assert len(saved) == 6  # a, b, the quantised weight, A, B and t
     out = gated_down(**inputs | options)
     with torch.no_grad():
         quantised.add_(1)
@@ -310,10 +324,10 @@ def saved_tensors(inputs):
 
 @pytest.mark.parametrize("ranks", [(3,), (1, 5), ()], ids=str)
 def test_what_is_saved(ranks):
-    """a, b, the weight, the bias, A, B and t; not h, nor a copy of a weight."""
+    """a, b, the weight, A, B and t; not h, nor a copy of a weight."""
     inputs = make_inputs(ranks=ranks)
     expected = 2 * [(*LEAD, INTERMEDIATE_SIZE)]
-    expected += [(HIDDEN_SIZE, INTERMEDIATE_SIZE), (HIDDEN_SIZE,)]
+    expected += [(HIDDEN_SIZE, INTERMEDIATE_SIZE)]
     expected += [(rank, INTERMEDIATE_SIZE) for rank in ranks]
     expected += [(HIDDEN_SIZE, rank) for rank in ranks]
     expected += [(6, rank) for rank in ranks]

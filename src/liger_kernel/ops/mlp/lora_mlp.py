@@ -23,7 +23,6 @@ arXiv:2106.09685.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -96,12 +95,14 @@ class _Options(NamedTuple):
     num_low_rank: int
 
     def split(self, tensors):
-        """Return low_rank, the A, the B and the biases of all adapters, and what comes after them.
+        """Return low_rank, all A, all B and the biases of ``tensors``, those of `_GatedDown`.
 
-        ``tensors``: those of `_GatedDown`, or a value for each, and more.
+        Saved tensors have t in the place of the biases; there may also be a value for each.
         """
-        ends = [self.num_low_rank + i * len(self.scalings) for i in range(4)]
-        return [tensors[slice(*bounds)] for bounds in zip([0, *ends], [*ends, None], strict=True)]
+        start, count = self.num_low_rank, len(self.scalings)
+        lora_a = tensors[start : start + count]
+        lora_b = tensors[start + count : start + 2 * count]
+        return tensors[:start], lora_a, lora_b, tensors[start + 2 * count :]
 
 
 class _GatedDown(Function):
@@ -109,32 +110,43 @@ class _GatedDown(Function):
 
     @staticmethod
     def reference(a, b, weight, bias, options, *tensors):
-        low_rank, lora_a, lora_b, lora_bias, _ = options.split(tensors)
+        low_rank, lora_a, lora_b, lora_bias = options.split(tensors)
         adapters = map(Adapter, lora_a, lora_b, options.scalings, lora_bias)
         weight = dense_weight(weight, options.dequantize)
         return gated_down_reference(a, b, options.act, weight, bias, adapters, low_rank)
 
     @staticmethod
     def forward(ctx, a, b, weight, bias, options, *tensors):
-        low_rank, lora_a, lora_b, lora_bias, _ = options.split(tensors)
+        low_rank, lora_a, lora_b, lora_bias = options.split(tensors)
         if low_rank:
             h = glu_low_rank_fwd(*map(flatten_rows, (a, b, *low_rank)), options.act)
         else:
             h = flatten_to_2d(glu_fwd(a, b, options.act))
         products = low_rank_products(h, lora_a, options.scalings)[0] if lora_a else []
-        save_early(ctx, a, b, weight, bias, *tensors, *products, skip_parameters=True)
-        ctx.options = options
+        saved = a, b, weight, *low_rank, *lora_a, *lora_b, *products
+        save_early(ctx, *saved, skip_parameters=True)
         out = F.linear(h, dense_weight(weight, options.dequantize), bias)
-        terms = zip(products, lora_b, lora_bias, strict=True)
-        out = add_low_rank(out, list(itertools.chain(*terms)))
+        terms = []
+        for t, matrix, adapter_bias in zip(products, lora_b, lora_bias, strict=True):
+            terms += t, matrix, adapter_bias
+        out = add_low_rank(out, terms)
+        ctx.options = options
+        ctx.out_features = out.shape[1]
         # a view, to which autograd would not let the caller write
         return torch.ops.aten._unsafe_view(out, (*a.shape[:-1], out.shape[1]))
 
     @staticmethod
     def arguments(ctx):
-        a, b, weight, bias, *tensors = saving_node(ctx).saved_tensors
-        *groups, _ = ctx.options.split(tensors)
-        return a, b, weight, bias, ctx.options, *itertools.chain(*groups)
+        a, b, weight, *tensors = saving_node(ctx).saved_tensors
+        low_rank, lora_a, lora_b, _ = ctx.options.split(tensors)
+        # no gradient depends on a bias; one that is asked for needs something to be that of
+        need_bias, _, *needs = ctx.needs_input_grad[3:]
+        *_, need_lora_bias = ctx.options.split(needs)
+        bias, *lora_bias = (
+            matrix.new_zeros(ctx.out_features).requires_grad_() if need else None
+            for matrix, need in zip((a, *lora_b), (need_bias, *need_lora_bias), strict=True)
+        )
+        return a, b, weight, bias, ctx.options, *low_rank, *lora_a, *lora_b, *lora_bias
 
     @classmethod
     def differentiable_backward(cls, ctx, dout):
@@ -145,14 +157,13 @@ class _GatedDown(Function):
     def backward(ctx, dout):
         # Within a checkpoint this recomputes the layer, beside which dh should not be in memory.
         node = saving_node(ctx)
-        a, b, weight, _, *tensors = node.saved_tensors
-        act, dequantize, scalings, _ = ctx.options
+        a, b, weight, *tensors = node.saved_tensors
+        options = ctx.options
         need_da, need_db, _, need_dbias, _, *needs = ctx.needs_input_grad
         over_a = need_da and a.is_contiguous() and may_overwrite(node, a)
         over_b = need_db and b.is_contiguous() and may_overwrite(node, b)
-        low_rank, lora_a, lora_b, _, products = ctx.options.split(tensors)
-        need_low_rank, need_lora_a, need_lora_b, need_lora_bias, _ = ctx.options.split(needs)
-        need_h = any((need_da, need_db, *need_low_rank, *need_lora_a))
+        low_rank, lora_a, lora_b, products = options.split(tensors)
+        need_low_rank, need_lora_a, need_lora_b, need_lora_bias = options.split(needs)
         da = db = None
         d_low_rank, d_lora_a = [None] * len(low_rank), [None] * len(lora_a)
         d_lora_b, d_lora_bias = [], []
@@ -164,47 +175,56 @@ class _GatedDown(Function):
             ):
                 d_lora_b.append(product_in(matrix.dtype, dout.t(), t) if need_matrix else None)
                 d_lora_bias.append(dout.sum(0, dtype=matrix.dtype) if need_bias else None)
-            if need_h:
+            if any((need_da, need_db, *need_low_rank, *need_lora_a)):
                 dt = [dout @ cast_if_needed(matrix, dout.dtype) for matrix in lora_b]
-                dh = dout @ dense_weight(weight, dequantize)
-            if need_h and low_rank:
-                over = over_a, over_b
-                needs_dt = need_low_rank[::2]
-                da, db, d_low_rank, *d_lora_a = _gradients_of_sums(
-                    dh, a, b, low_rank, *dt, *lora_a, *scalings, act, *over, *needs_dt
+                dh = dout @ dense_weight(weight, options.dequantize)
+                gradients = _gradients_of_sums if low_rank else _gradients
+                over, needs_h = (over_a, over_b), (need_da, need_db, need_low_rank, need_lora_a)
+                da, db, d_low_rank, d_lora_a = gradients(
+                    dh, dt, a, b, low_rank, lora_a, options, over, needs_h
                 )
-            elif need_h:
-                u = [dt_i * scaling for dt_i, scaling in zip(dt, scalings, strict=True)]
-                for u_i, matrix in zip(u, lora_a, strict=True):
-                    dh.addmm_(u_i, cast_if_needed(matrix, dh.dtype))
-                h = dh if any(need_lora_a) else None
-                da, db = glu_bwd_over(dh, a, b, need_da, need_db, over_a, over_b, act, y=h)
-                for i, (u_i, matrix) in enumerate(zip(u, lora_a, strict=True)):
-                    if need_lora_a[i]:
-                        d_lora_a[i] = product_in(matrix.dtype, u_i.t(), h)
         grads = *d_low_rank, *d_lora_a, *d_lora_b, *d_lora_bias
         grads = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
         return da if need_da else None, db if need_db else None, None, dbias, None, *grads
 
 
-def _gradients_of_sums(
-    dh, a, b, low_rank, dt, lora_a, scaling, act, over_a, over_b, need_dt_g, need_dt_u
-):
-    """Return da, db, the gradients of ``low_rank``, and dA of the one adapter.
+def _gradients(dh, dt, a, b, low_rank, lora_a, options, over, needs):
+    """Return the gradients of a, b, ``low_rank``, of which there is none, and each A.
 
-    dh is that of h·Wᵀ alone, and dt that of ``h·Aᵀ`` by the scaling. da is written over a if
-    ``over_a``, db over b if ``over_b``.
+    Args:
+        dh: dout·W, which is overwritten. What the adapters add to it is added here.
+        dt: dout·B of each adapter.
+        over: True for each of da and db that is written over a or b.
+        needs: which of the gradients are needed: False or True, or a list of these.
     """
+    need_da, need_db, _, need_lora_a = needs
+    scaled = [x * scaling for x, scaling in zip(dt, options.scalings, strict=True)]  # u
+    for u, matrix in zip(scaled, lora_a, strict=True):
+        dh.addmm_(u, cast_if_needed(matrix, dh.dtype))
+    h = dh if any(need_lora_a) else None
+    da, db = glu_bwd_over(dh, a, b, need_da, need_db, *over, options.act, y=h)
+    d_lora_a = [
+        product_in(matrix.dtype, u.t(), h) if need else None
+        for u, matrix, need in zip(scaled, lora_a, need_lora_a, strict=True)
+    ]
+    return da, db, [], d_lora_a
+
+
+def _gradients_of_sums(dh, dt, a, b, low_rank, lora_a, options, over, needs):
+    """As `_gradients`, with the four tensors of ``low_rank`` and one adapter."""
+    (dt,), (lora_a,), (scaling,) = dt, lora_a, options.scalings
+    over_a, over_b = over
     da = a.detach() if over_a else a.new_empty(a.shape)
     db = b.detach() if over_b else b.new_empty(b.shape)
     inputs = map(flatten_rows, (dh, a, b, *low_rank, dt, lora_a))
     rows_da, rows_db = flatten_to_2d(da), flatten_to_2d(db)
-    d_b_g, d_b_u, d_lora_a = glu_low_rank_bwd(*inputs, rows_da, rows_db, scaling, act)
+    d_b_g, d_b_u, d_lora_a = glu_low_rank_bwd(*inputs, rows_da, rows_db, scaling, options.act)
     torch.autograd.graph.increment_version([t for t, over in ((a, over_a), (b, over_b)) if over])
+    _, _, (need_dt_g, _, need_dt_u, _), _ = needs
     _, b_g, _, b_u = low_rank
     dt_g = rows_da @ cast_if_needed(b_g, da.dtype) if need_dt_g else None
     dt_u = rows_db @ cast_if_needed(b_u, db.dtype) if need_dt_u else None
-    return da, db, (dt_g, d_b_g, dt_u, d_b_u), d_lora_a
+    return da, db, [dt_g, d_b_g, dt_u, d_b_u], [d_lora_a]
 
 
 def _can_use_kernels(a, b, weight, bias, adapters, dequantize, low_rank):

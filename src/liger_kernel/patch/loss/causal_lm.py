@@ -78,9 +78,10 @@ def fixed_fused_linear_cross_entropy(
         name: value for name, value in kwargs.items() if name in LOSS_OPTIONS or name == "bias"
     }
     # frameworks put their own function there, which may not take num_items; divided by a tensor of
-    # one dimension the loss has one, too, as Hugging Face's
-    has_shape = isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch.dim() > 0
-    if functional.liger_fused_linear_cross_entropy is FUSED_OPERATOR and not has_shape:
+    # shape (1,) the loss has this shape, too, as Hugging Face's
+    is_tensor = isinstance(num_items_in_batch, torch.Tensor)
+    gives_shape = is_tensor and num_items_in_batch.dim() > 0 and num_items_in_batch.numel() == 1
+    if functional.liger_fused_linear_cross_entropy is FUSED_OPERATOR and not gives_shape:
         options["num_items"] = num_items_in_batch
         num_items_in_batch = None
     result = functional.liger_fused_linear_cross_entropy(
