@@ -13,6 +13,7 @@ from lora_layers import assert_close, grad_output, randn, same
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from liger_kernel.core.overwrite import recorded_backward
+from liger_kernel.core.saved import saving_node
 from liger_kernel.ops.mlp import activation_linear
 from liger_kernel.ops.mlp.activation_linear import liger_activation_linear, liger_glu_linear
 from liger_kernel.ops.mlp.swiglu_mlp import liger_swiglu_mlp
@@ -247,6 +248,17 @@ def test_compiled_autograd_gets_what_it_can_see(switch):
         lambda x: checkpoint(run, x, use_reentrant=False), x, [x, *tensors], grad_output
     )
     assert same(grads, expected) and flops - plain == 3 * PRODUCT
+
+
+def test_compiled_autograd_that_was_switched_on_since_forward(monkeypatch):
+    """Dynamo, which runs backward then, cannot trace the interpreter: it is only asked whether it
+    does."""
+    tensors = weights()
+    x = randn(ROWS, HIDDEN_SIZE)
+    out = checkpoint(in_halves, x, *tensors, use_reentrant=False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(RuntimeError, match="switch it on before forward"):
+        saving_node(out.grad_fn)
 
 
 def test_no_reference_to_itself():

@@ -139,7 +139,7 @@ class _GatedDown(Function):
     def arguments(ctx):
         a, b, weight, *tensors = saving_node(ctx).saved_tensors
         low_rank, lora_a, lora_b, _ = ctx.options.split(tensors)
-        # no gradient depends on a bias; one that is asked for needs something to be that of
+        # no gradient depends on a bias, so any tensor stands for one whose gradient is needed
         need_bias, _, *needs = ctx.needs_input_grad[3:]
         *_, need_lora_bias = ctx.options.split(needs)
         bias, *lora_bias = (
@@ -219,7 +219,8 @@ def _gradients_of_sums(dh, dt, a, b, low_rank, lora_a, options, over, needs):
     inputs = map(flatten_rows, (dh, a, b, *low_rank, dt, lora_a))
     rows_da, rows_db = flatten_to_2d(da), flatten_to_2d(db)
     d_b_g, d_b_u, d_lora_a = glu_low_rank_bwd(*inputs, rows_da, rows_db, scaling, options.act)
-    torch.autograd.graph.increment_version([t for t, over in ((a, over_a), (b, over_b)) if over])
+    written = [x for x, is_over in ((a, over_a), (b, over_b)) if is_over]
+    torch.autograd.graph.increment_version(written)
     _, _, (need_dt_g, _, need_dt_u, _), _ = needs
     _, b_g, _, b_u = low_rank
     dt_g = rows_da @ cast_if_needed(b_g, da.dtype) if need_dt_g else None
