@@ -62,7 +62,7 @@ class _Save(torch.autograd.Function):
         if skip_parameters:
             save_for_backward(ctx, *tensors)
         else:
-            ctx.parameters = [None] * len(tensors)  # none is left out
+            ctx.parameters = [None] * len(tensors)  # all pass the hooks
             ctx.save_for_backward(*tensors)
         return leaf.view_as(leaf)
 

@@ -76,7 +76,7 @@ def output_and_gradients(fn, inputs, **options):
     return [out.detach(), *grads]
 
 
-def is_one_node(out):
+def uses_kernels(out):
     return type(out.grad_fn).__name__ == "_GatedDownBackward"
 
 
@@ -134,7 +134,7 @@ def test_shapes(act, ranks, lead):
     inputs = make_inputs(lead, ranks) | dict(act=act)
     results = output_and_gradients(gated_down, inputs)
     assert_close(results, output_and_gradients(gated_down_reference, inputs))
-    assert is_one_node(forward(gated_down, inputs))
+    assert uses_kernels(forward(gated_down, inputs))
 
 
 def test_strides():
@@ -177,7 +177,7 @@ def test_gradients_for_exactly_what_requires_them(num_adapters, needed):
         tensors[name].requires_grad_(name in needed)
     results = output_and_gradients(gated_down, inputs)
     assert_close(results, output_and_gradients(gated_down_reference, inputs))
-    assert is_one_node(forward(gated_down, inputs)) == ("a" in needed or "b" in needed)
+    assert uses_kernels(forward(gated_down, inputs)) == ("a" in needed or "b" in needed)
 
 
 def test_some_gradients_alone():
@@ -395,7 +395,7 @@ def test_elsewhere_the_operators_run(case):
     with torch.set_grad_enabled(case != "no gradient"):
         out, expected = (fn(**inputs | options) for fn in (gated_down, gated_down_reference))
     torch.testing.assert_close(out.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor))
-    assert not is_one_node(out)
+    assert not uses_kernels(out)
     if case == "no gradient":
         return
     tensors = [*leaves(inputs)[2:], *([inputs["weight"]] if case == "weight trains" else [])]
@@ -411,7 +411,7 @@ def test_without_kernels(reference_only):
     assert_close(
         output_and_gradients(gated_down, inputs), output_and_gradients(gated_down_reference, inputs)
     )
-    assert is_one_node(forward(gated_down, inputs)) == (DEVICE != "cpu")
+    assert uses_kernels(forward(gated_down, inputs)) == (DEVICE != "cpu")
 
 
 def test_transforms():

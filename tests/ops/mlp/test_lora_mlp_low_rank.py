@@ -58,7 +58,7 @@ def also_in_fp32(monkeypatch):
 ALSO_IN_FP32 = pytest.mark.usefixtures("also_in_fp32")
 
 
-def is_of_sums(out):
+def kernels_added_sums(out):
     """Return True if the kernels have added gate's and up's products."""
     node = out.grad_fn
     return type(node).__name__ == "_GatedDownBackward" and node.options.num_low_rank > 0
@@ -73,7 +73,7 @@ def our_mlp(mlp, x, act="silu"):
     for t, adapter in zip(products, [*gate.adapters, *up.adapters], strict=True):
         low_rank += t, adapter.b
     out = gated_down(a, b, act, *down, low_rank=low_rank)
-    assert is_of_sums(out)
+    assert kernels_added_sums(out)
     return out
 
 
@@ -187,7 +187,7 @@ def assert_close_to_reference(inputs, act="silu"):
 def test_shapes(act, lead, dtype):
     inputs = make_inputs(dtype, lead)
     assert_close_to_reference(inputs, act)
-    assert is_of_sums(forward(gated_down, inputs)) == (0 not in lead)
+    assert kernels_added_sums(forward(gated_down, inputs)) == (0 not in lead)
 
 
 @ALSO_IN_FP32
@@ -208,7 +208,7 @@ def test_where_it_does_not_run(case, monkeypatch):
         out = fn(inputs["a"], inputs["b"], "silu", inputs["weight"], None, adapters,
                  low_rank=low_rank)  # fmt: skip
         results.append([out, *torch.autograd.grad(out, tensors, grad_output(out))])
-        assert not is_of_sums(out)
+        assert not kernels_added_sums(out)
     assert_close(*results)
     assert not adds_low_rank(
         torch.float32,
@@ -242,7 +242,9 @@ def test_gradients_for_exactly_what_requires_them(needed):
     for name in NAMES:
         inputs[name].requires_grad_(name in needed)
     assert_close_to_reference(inputs)
-    assert is_of_sums(forward(gated_down, inputs)) == (not {"a_d", "b_d"}.issuperset(needed))
+    assert kernels_added_sums(forward(gated_down, inputs)) == (
+        not {"a_d", "b_d"}.issuperset(needed)
+    )
 
 
 def test_some_gradients_alone():
@@ -497,7 +499,7 @@ def test_patched(config, runs):
     mlp = peft_mlp(**dict(dtype=torch.bfloat16) | config)
     liger.apply_liger_kernel(mlp)
     x = randn(*LEAD, HIDDEN_SIZE, dtype=config.get("dtype", torch.bfloat16))
-    assert is_of_sums(mlp(x)) == runs
+    assert kernels_added_sums(mlp(x)) == runs
     liger.revert(mlp)
 
 
@@ -509,7 +511,7 @@ def test_dropout_of_gate_and_up():
     torch.manual_seed(5)
     expected = run_layers(mlp, mlp, x)
     liger.apply_liger_kernel(mlp)
-    assert is_of_sums(mlp(x))
+    assert kernels_added_sums(mlp(x))
     torch.manual_seed(5)
     results = run_layers(mlp, mlp, x)
     for name, result in results.items():
@@ -525,5 +527,5 @@ def test_input_without_gradient():
     out = mlp(x)
     expected = torch.autograd.grad(out, trainable(mlp), grad_output(out))
     out = mlp(x.detach())
-    assert is_of_sums(out)
+    assert kernels_added_sums(out)
     assert same(torch.autograd.grad(out, trainable(mlp), grad_output(out)), expected)

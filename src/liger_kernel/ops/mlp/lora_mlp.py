@@ -45,6 +45,7 @@ from liger_kernel.ops.linear.frozen_layers import (
     add_low_rank,
     dense_weight,
     linear_reference,
+    low_rank_gradients,
     low_rank_products,
     product_in,
 )
@@ -81,7 +82,7 @@ def _sums(a, b, low_rank):
 
 
 class _Options(NamedTuple):
-    """What `_GatedDown` gets besides tensors.
+    """The arguments of `_GatedDown` that are no tensors.
 
     Attributes:
         act, dequantize: as those of `gated_down`.
@@ -95,9 +96,10 @@ class _Options(NamedTuple):
     num_low_rank: int
 
     def split(self, tensors):
-        """Return low_rank, all A, all B and the biases of ``tensors``, those of `_GatedDown`.
+        """Split the ``tensors`` of `_GatedDown` into low_rank, all A, all B and the rest.
 
-        Saved tensors have t in the place of the biases; there may also be a value for each.
+        The rest are the biases, or of what was saved for backward the t. A sequence of one value
+        for each tensor is split in the same way.
         """
         start, count = self.num_low_rank, len(self.scalings)
         lora_a = tensors[start : start + count]
@@ -139,7 +141,7 @@ class _GatedDown(Function):
     def arguments(ctx):
         a, b, weight, *tensors = saving_node(ctx).saved_tensors
         low_rank, lora_a, lora_b, _ = ctx.options.split(tensors)
-        # no gradient depends on a bias, so any tensor stands for one whose gradient is needed
+        # biases are not saved: no gradient depends on their values, so zeros stand for them
         need_bias, _, *needs = ctx.needs_input_grad[3:]
         *_, need_lora_bias = ctx.options.split(needs)
         bias, *lora_bias = (
@@ -166,17 +168,17 @@ class _GatedDown(Function):
         need_low_rank, need_lora_a, need_lora_b, need_lora_bias = options.split(needs)
         da = db = None
         d_low_rank, d_lora_a = [None] * len(low_rank), [None] * len(lora_a)
-        d_lora_b, d_lora_bias = [], []
+        need_h = any((need_da, need_db, *need_low_rank, *need_lora_a))
+        terms, need_terms = [], []
+        for t, matrix, *need in zip(products, lora_b, need_lora_b, need_lora_bias, strict=True):
+            terms += t, matrix, matrix
+            need_terms += need_h, *need
         dout = flatten_to_2d(dout)
         with devices.without_autocast(dout):
             dbias = dout.sum(0) if need_dbias else None
-            for t, matrix, need_matrix, need_bias in zip(
-                products, lora_b, need_lora_b, need_lora_bias, strict=True
-            ):
-                d_lora_b.append(product_in(matrix.dtype, dout.t(), t) if need_matrix else None)
-                d_lora_bias.append(dout.sum(0, dtype=matrix.dtype) if need_bias else None)
-            if any((need_da, need_db, *need_low_rank, *need_lora_a)):
-                dt = [dout @ cast_if_needed(matrix, dout.dtype) for matrix in lora_b]
+            d_terms = low_rank_gradients(dout, terms, need_terms)
+            dt, d_lora_b, d_lora_bias = d_terms[::3], d_terms[1::3], d_terms[2::3]
+            if need_h:
                 dh = dout @ dense_weight(weight, options.dequantize)
                 gradients = _gradients_of_sums if low_rank else _gradients
                 over, needs_h = (over_a, over_b), (need_da, need_db, need_low_rank, need_lora_a)
@@ -193,9 +195,9 @@ def _gradients(dh, dt, a, b, low_rank, lora_a, options, over, needs):
 
     Args:
         dh: dout·W, which is overwritten. What the adapters add to it is added here.
-        dt: dout·B of each adapter.
-        over: True for each of da and db that is written over a or b.
-        needs: which of the gradients are needed: False or True, or a list of these.
+        dt: dout·B of each adapter, the gradient of its t.
+        over: whether da is written over a, and db over b.
+        needs: whether the gradients of a, of b, of each of ``low_rank`` and of each A are needed.
     """
     need_da, need_db, _, need_lora_a = needs
     scaled = [x * scaling for x, scaling in zip(dt, options.scalings, strict=True)]  # u
