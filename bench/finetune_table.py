@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .tables import MISSING, error_type, heading, table
+from .tables import MISSING, date_suffix, error_type, heading, table
 
 NAMES = {"huggingface": "Hugging Face", "peer": "liger-kernel", "patched": "ours"}
 OUT_OF_MEMORY = "out of memory"
@@ -81,7 +81,7 @@ def row(entry: dict, reference: dict | None) -> list[str]:
     at_common = figures_at(entry, common_batch)
     at_own = figures_at(entry, own_batch)
     cells = [
-        place(entry),
+        place(entry) + date_suffix(entry),
         NAMES[entry["side"]],
         bounds(entry, own_batch),
         cell(at_common),
