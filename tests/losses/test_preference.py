@@ -211,6 +211,22 @@ def test_functional_names(name):
     assert function == getattr(chunked_loss, f"LigerFusedLinear{name}Function").apply
 
 
+def test_a_function_under_torch_compile():
+    """It runs as it is, between two graphs."""
+    tensors, target, _ = draw_tensors(F32)
+    h, w, *_ = (tensors[k] for k in NAMES)
+
+    def loss(h, w):
+        return chunked_loss.LigerFusedLinearCPOFunction.apply(h * 2, w, target)[0] * 3
+
+    pairs = [
+        [result.detach(), *torch.autograd.grad(result, (h, w))]
+        for result in (loss(h, w), torch.compile(loss, backend="aot_eager")(h, w))
+    ]
+    for x, y in zip(*pairs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+
+
 def test_a_subclass_of_the_paired_base():
     class Function(chunked_loss.LigerFusedLinearPreferenceBase):
         @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from liger_kernel.core.op import differentiable_gradients
+from liger_kernel.core.op import differentiable_gradients, run_eagerly
 from liger_kernel.ops.head.forward_gradients import detach_inputs
 
 
@@ -18,6 +18,7 @@ class GradientsInForward(torch.autograd.Function):
     HEAD_ARGUMENTS = 0, 1, 3
 
     @classmethod
+    @run_eagerly
     def apply(cls, *args):
         if not torch.is_grad_enabled():  # forward itself always runs without grad mode
             args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
