@@ -4,6 +4,8 @@ import gc
 import time
 import weakref
 
+import pytest
+
 from bench import first_step, train, training_tables
 
 
@@ -30,6 +32,7 @@ def test_garbage_is_collected_before_the_first_step(monkeypatch):
     assert alive == [False, False]
 
 
+@pytest.mark.thorough
 def test_processes(monkeypatch):
     monkeypatch.setattr(first_step, "PROCESSES", dict(empty=1, filled=2))
     result = first_step.work("ours", "tiny", 16, 1, 1, 2, "cpu")

@@ -136,9 +136,9 @@ def test_doctor_has_nothing_to_say_of_tested_versions(doctor_with, versions):
 @pytest.mark.parametrize(
     "name, version, instead",
     [
-        ("torch", "2.99.0.dev20261101+cu130", "2.14"),
+        ("torch", "2.99.0.dev20261101+cu130", "2.15"),
         ("torch", "2.9.0", "2.11"),
-        ("torch", "2.12.1", "2.14"),
+        ("torch", "2.12.1", "2.15"),
         ("triton", "3.60.0", "3.9"),
         ("transformers", "5.0.1", "5.17"),
         ("trl", "0.1", "1.12"),

@@ -131,7 +131,7 @@ def run(times, directory, operator="ours"):
 def test_a_second_backward_with_the_code_of_a_single_one(tmp_path):
     """From another process, and from this one.
 
-    With PyTorch alone (2.11 to 2.14) the second gradient is multiplied twice: the same program
+    With PyTorch alone (2.11 to 2.15) the second gradient is multiplied twice: the same program
     shows it with another word than "ours".
     """
     assert run("1,2", tmp_path) == [[1], [1, 1]]

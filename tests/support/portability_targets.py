@@ -24,8 +24,7 @@ FAMILIES = (
     ("sm_80", "sm_86", "sm_89"),
     ("sm_90",),
     ("sm_100", "sm_120"),
-    ("gfx90a",),
-    ("gfx942", "gfx950"),
+    ("gfx942", "gfx90a", "gfx950"),
     ("gfx1100", "gfx1201"),
 )
 # Versions of Triton for which that was seen, of one launch of each kernel. With another version

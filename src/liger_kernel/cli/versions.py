@@ -11,7 +11,7 @@ import importlib.metadata
 # minor versions that the test suite runs on, without a GPU, oldest first
 TESTED = {
     "python": ("3.11", "3.12"),
-    "torch": ("2.11", "2.13", "2.14"),
+    "torch": ("2.11", "2.13", "2.14", "2.15"),
     "triton": ("3.6", "3.7", "3.8", "3.9"),
     "transformers": ("5.17", "5.24"),
     "trl": ("1.12", "1.16"),

@@ -13,7 +13,7 @@ def key_backward_by_donated_buffers(namespace: str) -> None:
 
     A saved tensor is donated if only backward has it, and then Inductor writes over it. With
     ``retain_graph=True`` it compiles backward with nothing donated, but under the same key (seen on
-    PyTorch 2.11, 2.13 and 2.14.1). So the cache, on disk and in memory, may give it code that was
+    PyTorch 2.11 to 2.15.0). So the cache, on disk and in memory, may give it code that was
     compiled to run once, and what runs next reads what that has left. In most graphs AOTAutograd's
     own cache comes first, whose entry makes ``retain_graph=True`` raise; it takes none that has an
     autograd Function in it, as every graph of ours.
