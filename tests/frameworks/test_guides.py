@@ -101,6 +101,7 @@ def test_adapters_of_a_mixture(run_guide):
     assert all(hasattr(type(norm), "_liger") for norm in norms)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(DEVICE != "cpu", reason="the script is changed to run on a CPU")
 def test_a_whole_mixture(run_guide, monkeypatch, capsys):
     """One process is a group of its own. The optimizer is PyTorch's."""

@@ -348,6 +348,7 @@ for loss_type in "dapo", "sapo", "cispo":
 """
 
 
+@pytest.mark.thorough
 def test_what_runs_on_the_gpu(tmp_path):
     """Counted on meta tensors, as if on a GPU."""
     program = tmp_path / "program.py"

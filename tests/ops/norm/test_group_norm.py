@@ -84,6 +84,7 @@ def test_equals_pytorch(name):
     assert_as_exact_as_pytorch(*SHAPES[name])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "ahead", (1, 160_000, 1 << 40), ids=("a group", "some groups", "all groups")
 )

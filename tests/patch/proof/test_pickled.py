@@ -203,6 +203,7 @@ def own(tmp_path, monkeypatch):
     del sys.modules["own"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("changed", CHANGED)
 def test_code_that_is_another_one_when_it_is_loaded(changed, own):
     """Then the family's own runs, unpatched."""
