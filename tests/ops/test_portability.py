@@ -3,7 +3,7 @@
 No hardware is needed. Two ways, see portability.py:
 
 - As part of the suite, each kernel is compiled from source for the head of each family of targets
-  (sm_80, sm_90, sm_100, gfx942, gfx1100). For the others (sm_86, sm_89, sm_120, gfx90a, gfx950,
+  (sm_80, sm_90, sm_100, gfx90a, gfx942, gfx1100). For the others (sm_86, sm_89, sm_120, gfx950,
   gfx1201) matrix products and launches that the head does not have are. Of the rest Triton makes
   the same IR as for the head, so that the shared memory is known; LLVM and the assembler do not see
   it again.

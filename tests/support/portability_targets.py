@@ -24,7 +24,8 @@ FAMILIES = (
     ("sm_80", "sm_86", "sm_89"),
     ("sm_90",),
     ("sm_100", "sm_120"),
-    ("gfx942", "gfx90a", "gfx950"),
+    ("gfx90a",),
+    ("gfx942", "gfx950"),
     ("gfx1100", "gfx1201"),
 )
 # Versions of Triton for which that was seen, of one launch of each kernel. With another version
