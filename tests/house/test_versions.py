@@ -57,6 +57,9 @@ def test_the_makefile_installs_tested_versions():
     assert variable("TORCH")[0] in TESTED["torch"]
     assert variable("OLDEST") == [TESTED["transformers"][0]]
     assert variable("TRL") == list(TESTED["trl"])
+    # the newest TRL runs in test-newest
+    named = re.findall(r"\btest-trl-(\d+\.\d+)", (ROOT / ".ci" / "run").read_text())
+    assert named == list(TESTED["trl"][:-1])
     assert variable("BITSANDBYTES") == list(TESTED["bitsandbytes"])
 
 

@@ -171,7 +171,7 @@ class _GatedDown(Function):
         need_h = any((need_da, need_db, *need_low_rank, *need_lora_a))
         terms, need_terms = [], []
         for t, matrix, *need in zip(products, lora_b, need_lora_b, need_lora_bias, strict=True):
-            terms += t, matrix, matrix
+            terms += t, matrix, matrix  # the matrix is its own copy
             need_terms += need_h, *need
         dout = flatten_to_2d(dout)
         with devices.without_autocast(dout):
